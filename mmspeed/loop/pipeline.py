@@ -19,9 +19,11 @@ from mmspeed.parallel import Strategy
 from mmspeed.parallel.stages import Stages, everywhere, stages_of
 from mmspeed.parallel.tensor import local
 from mmspeed.plan.schedules import Action, interleaved
+from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
 from mmspeed.torch_internals import PipelineActions, is_fully_sharded
 
+from .callbacks import BaseCallback
 from .runner import Call, Runner, RunRecord, SequentialRunner, TermsOf, noted
 
 
@@ -39,6 +41,7 @@ class PipelineRunner:
     ) -> None:
         self.model, self.stages, self.group, self.device = model, stages, group, device
         self.virtual, self.more = virtual, more
+        self.batches = 0  # micro-batches of the last step
         self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
 
     def run(
@@ -60,7 +63,7 @@ class PipelineRunner:
             left[0] -= 1
             self._synchronize(True, stage, whole=left[0] == 0)
 
-        actions = self._actions(len(batches))
+        actions, self.batches = self._actions(len(batches)), len(batches)
         try:
             actions.run(forward, lambda number: self.stages.shapes(lambda: call(window.look(number))), last)
         except RuntimeError as error:
@@ -139,6 +142,23 @@ class _Window:
         if not self._held[number][1]:
             del self._held[number]
         return batch
+
+
+class PipelineRows(BaseCallback):
+    """Tells of the last step's pipeline: its micro-batches, and the share of the step for which the busiest process stands still.
+
+    The share is reckoned: of equal stages, whose backward passes take twice as long as the forward ones.
+    """
+
+    def __init__(self, runner: PipelineRunner) -> None:
+        self.runner = runner
+
+    def row(self) -> dict[str, Any]:
+        runner = self.runner
+        if not runner.batches:
+            return {}
+        step = reckoned(dist.get_world_size(runner.group), runner.virtual, runner.batches, runner.more)
+        return {"pipeline": {"micro_batches": runner.batches, "bubble": round(step.idle, 4)}}
 
 
 def runner_of(model: nn.Module, strategy: Strategy, device: torch.device, mesh: Mesh | None) -> Runner:

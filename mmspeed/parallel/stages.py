@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
-from mmspeed.plan.schedules import rank_of, stage_bounds
-from mmspeed.protocols.plan import ModelPlan, declare_plan, kept_plan, plan_of
+from mmspeed.plan.schedules import check_stages, rank_of, stage_bounds
+from mmspeed.protocols.plan import ModelPlan, base_of_adapters, declare_plan, kept_plan, plan_of
 from mmspeed.torch_internals import tree_map_only
 
 
@@ -36,23 +36,33 @@ class HandedOver(BaseException):  # noqa: N818 -- no error: nothing between here
 class Carries:
     """What travels from a block to the next one.
 
-    arguments: (place, name) of the block's arguments that the next block gets from this one's output, in their order.
+    arguments: the names of a block's arguments that the next block gets from this one's output, in their order.
     summed: of a further output, which is summed over blocks: the block's argument, and its dim, that give its length (1 without it);
     None: there is none.
     """
 
-    arguments: tuple[tuple[int, str], ...]
+    arguments: tuple[str, ...]
     summed: tuple[str, int] | None
-
-    def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The running values among a block's arguments."""
-        return [args[place] if place < len(args) else kwargs[name] for place, name in self.arguments]
 
     def output(self, values: Sequence[Tensor], summed: Tensor | None = None) -> Any:
         """The values as a block returns them."""
         if self.summed is not None:
             return (*values, summed)
         return values[0] if len(values) == 1 else tuple(values)
+
+
+@dataclass(frozen=True)
+class BlockPlace:
+    """A block's number among all of the model, and the names of its forward's arguments."""
+
+    number: int
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, number: int, block: nn.Module) -> BlockPlace:
+        """The place of a block."""
+        names = inspect.signature(type(block).forward).parameters
+        return cls(number, tuple(name for name in names if name != "self"))
 
 
 @dataclass
@@ -135,18 +145,19 @@ class Stages:
         return result if last in self.own else on_device(shared[0], device)
 
     def at_block(
-        self, place: int, args: Sequence[Any], kwargs: dict[str, Any], compute: Callable[..., Any] | None
+        self, at: BlockPlace, args: Sequence[Any], kwargs: dict[str, Any], compute: Callable[..., Any] | None
     ) -> Any:
         """Compute a block, pass it by, or end the call. compute: None for a block of another process."""
-        passing, values = self.passing, self.carries.of(args, kwargs)
+        passing, place, given = self.passing, at.number, dict(zip(at.arguments, args, strict=False)) | kwargs
+        values = [given[name] for name in self.carries.arguments]
         if passing is None:
             raise RuntimeError("a model in stages is called by its runner alone")
         if passing.blocks is None:
             passing.ended = True
-            raise HandedOver((*values, *self._sum_like(values[0], args, kwargs)))
+            raise HandedOver((*values, *self._sum_like(values[0], given)))
         if place >= passing.blocks.stop:
             passing.ended = True
-            sums = self._sum_like(values[0], args, kwargs)
+            sums = self._sum_like(values[0], given)
             if sums and passing.sums:
                 sums = [torch.stack(passing.sums).sum(0)]
             raise HandedOver((*(value.contiguous() for value in values), *sums))
@@ -162,24 +173,21 @@ class Stages:
             passing.sums.append(out[-1])
         return out
 
-    def _sum_like(self, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    def _sum_like(self, x: Tensor, given: dict[str, Any]) -> list[Tensor]:
         """A sum of nothing, where a sum travels."""
         if self.carries.summed is None:
             return []
         name, dim = self.carries.summed
-        place = self._summed_place
-        size = args[place] if place < len(args) else kwargs.get(name)
+        size = given.get(name)
         length = 1 if size is None else size.shape[dim]
         return [torch.zeros(length, device=x.device, dtype=torch.float32, requires_grad=torch.is_grad_enabled())]
-
-    _summed_place: int = 0
 
 
 class StageBlock(nn.Module):
     """Mixed in before a block of this process."""
 
     _stages: Stages
-    _place: int
+    _place: BlockPlace
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._stages.at_block(self._place, args, kwargs, super().__call__)
@@ -188,7 +196,7 @@ class StageBlock(nn.Module):
 class StandIn(nn.Module):
     """In the place of a module of another process."""
 
-    def __init__(self, stages: Stages, place: int | None) -> None:
+    def __init__(self, stages: Stages, place: BlockPlace | None) -> None:
         super().__init__()
         self._stages, self._place = stages, place
 
@@ -244,33 +252,34 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, virtual: int) ->
             f"parallel.pp: the plan of {type(model).__name__} does not say what travels between blocks (carried)"
         )
     units = _units(plan)
+    check_stages(len(units), ranks, virtual)
     bounds = [
         range(units[part.start].start, units[part.stop - 1].stop) for part in stage_bounds(len(units), ranks * virtual)
     ]
     own = [chunk * ranks + rank for chunk in range(virtual)]
-    first = model.get_submodule(plan.blocks[0].name)
-    names = [name for name in inspect.signature(type(first).forward).parameters if name != "self"]
-    carries = Carries(tuple((names.index(name), name) for name in plan.carried), plan.summed)
-    stages = Stages(own, bounds, carries, group)
-    if plan.summed is not None:
-        stages._summed_place = names.index(plan.summed[0])
+    stages = Stages(own, bounds, Carries(plan.carried, plan.summed), group)
     held = {place for stage in own for place in bounds[stage]}
     last = len(bounds) - 1 in own
-    gone = () if last else (*plan.after, *_around_blocks(model, plan))
+    behind = () if last else (*plan.after, *_around_blocks(model, plan))
+    others = [block.name for place, block in enumerate(plan.blocks) if place not in held]
+    kept = kept_plan(model, plan, (*others, *behind))
     for place, block in enumerate(plan.blocks):
-        if place not in held and not any(block.name.startswith(f"{name}.") for name in gone):
-            _put(model, block.name, StandIn(stages, place))
-    for name in gone:
+        module = model.get_submodule(block.name)
+        at = BlockPlace.of(place, base_of_adapters(module))
+        if place in held:
+            held_block = mix_in(module, StageBlock, rename=False)
+            held_block._stages, held_block._place = stages, at
+        else:
+            _put(model, block.name, StandIn(stages, at))
+    for name in behind:
         _put(model, name, StandIn(stages, None))
-    declare_plan(model, kept_plan(plan, {plan.blocks[place].name for place in held}, gone))
-    for place in held:
-        held_block = mix_in(model.get_submodule(plan.blocks[place].name), StageBlock, rename=False)
-        held_block._stages, held_block._place = stages, place
+    declare_plan(model, kept)
     within = [p for place in held for p in model.get_submodule(plan.blocks[place].name).parameters()]
-    behind = [] if gone else [p for name in plan.after for p in model.get_submodule(name).parameters()]
-    vars(model)["_stages"] = stages
-    others = {*within, *behind}
-    vars(model)["_everywhere"] = [name for name, p in model.named_parameters() if p not in others]
+    within += [p for name in plan.after if last for p in model.get_submodule(name).parameters()]
+    if last:
+        within += [p for name in _around_blocks(model, plan) for p in model.get_submodule(name).parameters()]
+    vars(model)["_stages"], apart = stages, set(within)
+    vars(model)["_everywhere"] = [name for name, p in model.named_parameters() if p not in apart]
     return stages
 
 

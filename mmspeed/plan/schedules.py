@@ -102,12 +102,17 @@ def needs(action: Action, stages: int) -> set[Action]:
     return {Action("forward", stage, batch), *after}
 
 
-def stage_bounds(blocks: int, stages: int) -> list[range]:
-    """The blocks of each stage, as even as they can be, larger first. Raises UserError for more stages than blocks."""
-    if stages > blocks:
+def check_stages(blocks: int, ranks: int, virtual: int) -> None:
+    """Raise UserError for more stages than blocks."""
+    if ranks * virtual > blocks:
         raise UserError(
-            f"parallel.pp x parallel.virtual makes {stages} stages of {blocks} blocks: at least one block a stage; use at most {blocks}"
+            f"parallel.pp {ranks} x parallel.virtual {virtual} makes {ranks * virtual} stages, and the model has {blocks} blocks: each "
+            f"stage needs one, so use at most {blocks} together"
         )
+
+
+def stage_bounds(blocks: int, stages: int) -> list[range]:
+    """The blocks of each stage, as even as they can be, larger first."""
     sizes = [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
     ends = list(itertools.accumulate(sizes))
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .schedules import Action, Table, needs, rank_of
+from .schedules import Action, Table, interleaved, needs, rank_of
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,33 @@ class Simulated:
         return tuple(sum(end - begin for _, begin, end in row) for row in self.spans)
 
     @property
+    def idle(self) -> float:
+        """The share of the step for which the busiest rank stands still."""
+        return self.bubble / self.step
+
+    @property
     def bubble(self) -> float:
         """The time for which the busiest rank stands still."""
         return self.step - max(self.busy)
+
+
+def reckoned(ranks: int, virtual: int, batches: int, more: int = 0) -> Simulated:
+    """A step of interleaved 1F1B with equal stages, whose backward passes take twice as long as the forward ones; free messages."""
+    table = interleaved(ranks, virtual, batches, more)
+    return simulate(table, ranks * virtual, lambda action: 1.0 if action.kind == "forward" else 2.0)
+
+
+def picture(step: Simulated, unit: float = 1.0) -> list[str]:
+    """A line for each rank: in each unit of time the micro-batch whose forward pass (digits) or backward pass (letters) runs, or a dot."""
+    lines = []
+    for rank, row in enumerate(step.spans):
+        cells = ["."] * round(step.step / unit)
+        for action, begin, end in row:
+            base, signs = ("0", 10) if action.kind == "forward" else ("a", 26)
+            sign = chr(ord(base) + action.batch % signs)
+            cells[round(begin / unit) : round(end / unit)] = [sign] * (round(end / unit) - round(begin / unit))
+        lines.append(f"{rank:>3} {''.join(cells)}")
+    return lines
 
 
 def simulate(table: Table, stages: int, seconds: Callable[[Action], float], message: float = 0.0) -> Simulated:

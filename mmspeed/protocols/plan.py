@@ -483,21 +483,22 @@ def keep_blocks(model: nn.Module, places: Sequence[int]) -> None:
         declare_plan(model, _with_blocks(plan, renamed))
 
 
-def kept_plan(plan: ModelPlan, blocks: Collection[str], gone: Collection[str] = ()) -> ModelPlan:
-    """The plan of a model of which some blocks are left, without what it says of the others and of modules that are gone."""
+def kept_plan(model: nn.Module, plan: ModelPlan, gone: Collection[str]) -> ModelPlan:
+    """A model's plan without what it says of some modules, blocks among them, and of modules within; patterns become names."""
 
     def stays(name: str) -> bool:
         return not any(name == each or name.startswith(f"{each}.") for each in gone)
 
     def entries(old: Mapping[str, T]) -> dict[str, T]:
-        return {name: entry for name, entry in old.items() if stays(name)}
+        return {name: entry for pattern, entry in old.items() for name, _ in _matches(model, pattern) if stays(name)}
 
     def names(old: Iterable[str]) -> tuple[str, ...]:
-        return tuple(filter(stays, old))
+        return tuple(entries(dict.fromkeys(old)))
 
-    left = _with_blocks(plan, {block.name: block.name for block in plan.blocks if block.name in blocks})
+    left = plan
     return replace(
         left,
+        blocks=tuple(block for block in plan.blocks if stays(block.name)),
         inputs=entries(left.inputs),
         outputs=entries(left.outputs),
         attention=entries(left.attention),
