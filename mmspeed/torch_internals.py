@@ -415,7 +415,7 @@ def _stage_class() -> Any:
         def _room(self, tensors: Sequence[Tensor], source: int, grads: bool) -> tuple[Any, ...]:
             made = []
             for tensor in tensors:
-                buffer = torch.empty_like(tensor, device=self.device, requires_grad=False)
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                 meta = _TensorMeta(buffer.shape, buffer.stride(), buffer.dtype, not grads)
                 made.append(_RecvInfo(f"{source} to {self.stage_index}", source, buffer, meta))
             return tuple(made)

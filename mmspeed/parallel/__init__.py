@@ -148,6 +148,11 @@ def parallelize(
     stages = stages_of(model)
     if stages is not None:
         mix_in(model, StageModel, rename=False)
+        if layout.size > 1 and stages.splits_in_blocks:
+            raise UserError(
+                f"parallel.pp with tp, ulysses or ring: {type(model).__name__} splits its tokens in its first block, which only the first "
+                "stage has; use pp with fsdp alone"
+            )
         if strategy != "fsdp":
             raise UserError(f"parallel.pp goes with parallel.strategy fsdp, not with {strategy}")
     if strategy == "none":

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
 from mmspeed.plan.schedules import check_stages, rank_of, stage_bounds
-from mmspeed.protocols.plan import ModelPlan, base_of_adapters, declare_plan, kept_plan, plan_of
+from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, kept_plan, plan_of
 from mmspeed.torch_internals import tree_map_only
 
 
@@ -37,16 +37,17 @@ class Carries:
     """What travels from a block to the next one.
 
     arguments: the names of a block's arguments that the next block gets from this one's output, in their order.
-    summed: of a further output, which is summed over blocks: the block's argument, and its dim, that give its length (1 without it);
-    None: there is none.
+    further: blocks return one more output. summed: it is summed over blocks: the block's argument, and its dim, that give its length (1
+    without it); None: it does not travel.
     """
 
     arguments: tuple[str, ...]
+    further: bool
     summed: tuple[str, int] | None
 
     def output(self, values: Sequence[Tensor], summed: Tensor | None = None) -> Any:
         """The values as a block returns them."""
-        if self.summed is not None:
+        if self.further:
             return (*values, summed)
         return values[0] if len(values) == 1 else tuple(values)
 
@@ -78,12 +79,12 @@ class Passing:
 class Stages:
     """The stages of one model on one process.
 
-    own: their numbers, of `count`. bounds: the blocks of every stage. everywhere: parameters that all stages hold and use.
+    own: their numbers, of `count`. bounds: the blocks of every stage. group: of the processes with the other stages.
     """
 
     def __init__(self, own: Sequence[int], bounds: Sequence[range], carries: Carries, group: dist.ProcessGroup) -> None:
         self.own, self.bounds, self.carries, self.group = tuple(own), tuple(bounds), carries, group
-        self.everywhere: list[nn.Parameter] = []
+        self.splits_in_blocks = False  # the plan splits tokens where a block gets them
         self.passing: Passing | None = None
 
     def __deepcopy__(self, memo: Any) -> Stages:
@@ -131,7 +132,7 @@ class Stages:
         result: Any = None
         for stage in self.own:
             if stage and stage - 1 not in self.own:
-                tensors = [torch.empty_like(each) for each in like]
+                tensors = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in like]
                 for tensor in tensors:
                     dist.recv(tensor, group=self.group, group_src=rank_of(stage - 1, ranks))
             result = tensors = self.run_stage(stage, tensors, call)
@@ -257,7 +258,9 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, virtual: int) ->
         range(units[part.start].start, units[part.stop - 1].stop) for part in stage_bounds(len(units), ranks * virtual)
     ]
     own = [chunk * ranks + rank for chunk in range(virtual)]
-    stages = Stages(own, bounds, Carries(plan.carried, plan.summed), group)
+    stages = Stages(own, bounds, Carries(plan.carried, plan.further, plan.summed), group)
+    of_blocks = [entry for block in plan.blocks for entry in plan.inputs.get(block.name, {}).items()]
+    stages.splits_in_blocks = any(name in plan.carried and isinstance(each, Split) for name, each in of_blocks)
     held = {place for stage in own for place in bounds[stage]}
     last = len(bounds) - 1 in own
     behind = () if last else (*plan.after, *_around_blocks(model, plan))

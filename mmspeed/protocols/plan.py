@@ -258,8 +258,9 @@ class ModelPlan:
         mlps: MLPs, and layers of them, that are in no region, by patterns; only adapters ask for them.
         carried: the arguments of a block that the next block gets from its output, in the order of the outputs, which travel between
             pipeline stages; none: pipelines are refused.
-        summed: of a further output of blocks that is summed over them: (argument of a block, dim) that give its length, or 1 without that
-            argument; None: there is none.
+        further: blocks return one more output, behind the carried ones, which may be None.
+        summed: that output is summed over blocks: (argument of a block, dim) that give its length, or 1 without that argument; None: it
+            does not travel.
         cuts: names of blocks before which a pipeline may cut the model; None: before any.
         before, after: modules that run before the first and after the last block.
         draws: its blocks draw random numbers (dropout).
@@ -287,6 +288,7 @@ class ModelPlan:
     experts: Mapping[str, Mapping[str, Hidden]] = field(default_factory=dict)
     mlps: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    further: bool = False
     summed: tuple[str, int] | None = None
     cuts: tuple[str, ...] | None = None
     before: tuple[str, ...] = ()

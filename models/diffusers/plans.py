@@ -159,6 +159,7 @@ def wan_vace_plan(model: nn.Module) -> ModelPlan:
     return replace(
         wan,
         blocks=(*listed(model, "vace_blocks"), *wan.blocks),
+        carried=(),  # hints of the control reach many blocks
         before=(*wan.before, "vace_patch_embedding"),
         inputs={**both(wan.inputs), **first},
         attention=both(wan.attention),

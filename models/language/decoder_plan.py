@@ -71,6 +71,7 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
             if settings.has_experts(place)
         },
         carried=("x_BNE",),
+        further=True,
         summed=("packs_BNP", -1) if settings.experts is not None and settings.experts.balance is not None else None,
         cuts=tuple(names[1:]),
         before=("embed_tokens",),
