@@ -79,6 +79,11 @@ class Mesh:
         return self.table.sizes[AxisName(axis)]
 
     @property
+    def expert_parts(self) -> int:
+        """The processes that each hold a part of the same experts."""
+        return self.size(AxisName.EDP) * self.size(AxisName.ETP)
+
+    @property
     def staged(self) -> bool:
         """True where the stages of a pipeline hold parts of a model."""
         return self.size(AxisName.PP) > 1

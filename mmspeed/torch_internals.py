@@ -355,7 +355,7 @@ class PipelineActions:
         from torch.distributed.pipelining import schedules as torch_schedules
 
         kinds = {"F": torch_schedules.FORWARD, "B": torch_schedules.FULL_BACKWARD}
-        stage_class = _stage_class()
+        stage_class = pipeline_stage()
         self._stages = [stage_class(number, stages, micro_batches, travels, device, group) for number in own]
         self._schedule = torch_schedules._PipelineScheduleRuntime(
             self._stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
@@ -386,7 +386,8 @@ class PipelineActions:
 
 
 @cache
-def _stage_class() -> Any:
+def pipeline_stage() -> Any:
+    """torch's pipeline stage with buffers of each micro-batch's own shapes."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining._utils import _TensorMeta
     from torch.distributed.pipelining.stage import _RecvInfo, _StageMeta

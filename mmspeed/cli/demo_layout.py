@@ -39,9 +39,9 @@ def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None
 
     started, output = time.monotonic(), output.resolve()
     parallel = with_layout(make_config(_tree(output, short), origin="demo"), layout).parallel
-    alone = make_config(_tree(output, short, parallel.pp * parallel.virtual), origin="demo")
+    alone = make_config(_tree(output, short, parallel.stages), origin="demo")
     spread = with_layout(alone, layout)
-    if spread.parallel.pp > 1:  # as many micro-batches as there are items
+    if spread.parallel.pipeline > 1:  # as many micro-batches as there are items
         spread = spread.model_copy(update={"train": spread.train.model_copy(update={"micro_batch_size": 1})})
     world = processes(spread.parallel)
     require_fit(spread, make_task(spread).domain)
@@ -85,7 +85,7 @@ def _rows(config: RunConfig) -> list[dict[str, Any]]:
 
 def pipeline_lines(config: RunConfig, rows: list[dict[str, Any]]) -> list[str]:
     """Lines on a pipeline: how long it stands still, and a picture of its step; none without one."""
-    ranks, virtual = config.parallel.pp, config.parallel.virtual
+    ranks, virtual = config.parallel.pipeline, config.parallel.virtual
     steps = [row["pipeline"] for row in rows if "pipeline" in row]
     if ranks == 1 or not steps:
         return []

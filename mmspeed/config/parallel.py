@@ -173,6 +173,16 @@ class ParallelConfig(Section):
         return math.prod(sizes.get(axis, 1) for axis in together_along(split))
 
     @property
+    def pipeline(self) -> int:
+        """Devices over which a model's blocks are divided."""
+        return self.pp
+
+    @property
+    def stages(self) -> int:
+        """Stages of a model."""
+        return self.pp * self.virtual
+
+    @property
     def replicas(self) -> int:
         """Replicas of the sharded model; 1 if the number of processes decides."""
         return max(1, self.dp_replicate)

@@ -11,7 +11,7 @@ Legend: L layers, G experts and places, P processes, M = G / P, S slots, R rows,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,14 +60,6 @@ class LoadForecast:
         trend_LG = self.mean_LG + (self.mean_LG - self.mean_of_means_LG) / KEPT
         self.ways_WLG = np.rint(np.stack((load_LG, self.mean_LG, np.maximum(trend_LG, 0)))).astype(np.int64)
         return error
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a resumed run needs to predict the same."""
-        return {name: torch.from_numpy(values.copy()) for name, values in vars(self).items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from `state_dict`."""
-        vars(self).update({name: state[name].numpy().copy() for name in vars(self)})
 
 
 def first_places(layers: int, experts: int) -> Whole:

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from mmspeed.axes import ITEMS, AxisName
+from mmspeed.axes import AxisName
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
@@ -59,22 +59,6 @@ __all__ = [
     "unwrap",
 ]
 
-# the axes that `parallelize` applies to a model, and the names that views of the mesh give them
-APPLIED = (
-    AxisName.PP,
-    *ITEMS,
-    AxisName.DSP,
-    AxisName.RING,
-    AxisName.ULYSSES,
-    AxisName.TP,
-    AxisName.SHARD,
-    AxisName.EDP,
-    AxisName.EP,
-    AxisName.EP_OUTER,
-    AxisName.EP_INNER,
-    AxisName.ETP,
-)
-
 
 def resolve_strategy(strategy: str, world: int) -> Strategy:
     """Resolve `auto` to `none` on one device and `fsdp` on several. Raises UserError for `none` on several, which would train apart."""
@@ -114,8 +98,12 @@ def parallelize(
     """
     layout = layout or TokenLayout()
     boundaries = None
-    if mesh is not None:
-        _check_axes(mesh)
+    stages = stages_of(model)
+    if mesh is not None and mesh.staged and stages is None:
+        raise UserError(
+            f"parallel.pp: {type(model).__name__} is whole, so the processes of its {mesh.size(AxisName.PP)} stages would all compute the "
+            "same; leave pp at 1"
+        )
     if layout.size > 1:  # with one process per sample nothing is added: the bare class runs
         boundaries = Boundaries(model, Sequences(_checked_plan(model, layout), layout))
         if layout.tensor.size > 1:  # first, so that later steps see split layers
@@ -145,7 +133,6 @@ def parallelize(
         boundaries.put_around()
     if compute_dtype != torch.float32:  # around the whole model, so that training, validation and sampling agree
         autocast(model, compute_dtype)
-    stages = stages_of(model)
     if stages is not None:
         mix_in(model, StageModel, rename=False)
         if layout.size > 1 and stages.splits_in_blocks:
@@ -166,16 +153,6 @@ def parallelize(
     if stages is not None:
         end_calls_at_stages(model, stages)
     return model
-
-
-def _check_axes(mesh: Mesh) -> None:
-    """Raise UserError for an axis of several processes that nothing here applies: they would all compute the same."""
-    for axis, size in mesh.table.sizes.items():
-        if size > 1 and axis not in APPLIED:
-            raise UserError(
-                f"parallelize has no technique for the axis {axis} of the mesh, so its {size} processes would all compute the same; "
-                "make it 1"
-            )
 
 
 def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:

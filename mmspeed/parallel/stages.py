@@ -8,7 +8,8 @@ model needs no change. Modules outside of blocks run in each stage; those behind
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmspeed.comm import broadcast_object
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
 from mmspeed.plan.schedules import check_stages, rank_of, stage_bounds
 from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, kept_plan, plan_of
-from mmspeed.torch_internals import tree_map_only
 
 
 class HandedOver(BaseException):  # noqa: N818 -- no error: nothing between here and the runner may take it
@@ -139,11 +140,17 @@ class Stages:
             if stage + 1 < self.count and stage + 1 not in self.own:
                 for tensor in tensors:
                     dist.send(tensor, group=self.group, group_dst=rank_of(stage + 1, ranks))
-        last = self.count - 1
-        device = like[0].device if like else result[0].device
-        shared = [on_device(result, torch.device("cpu")) if last in self.own else None]
-        dist.broadcast_object_list(shared, group=self.group, group_src=rank_of(last, ranks))
-        return result if last in self.own else on_device(shared[0], device)
+        last, parts = rank_of(self.count - 1, ranks), list[Tensor]()
+        ends = self.count - 1 in self.own
+        form = broadcast_object(_form(result, parts) if ends else None, last, self.group)
+        if ends:
+            parts = [part.contiguous() for part in parts]
+        else:
+            device = like[0].device if like else tensors[0].device
+            parts = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _tensors_of(form)]
+        for part in parts:
+            dist.broadcast(part, group=self.group, group_src=last)
+        return result if ends else _output(form, iter(parts))
 
     def at_block(
         self, at: BlockPlace, args: Sequence[Any], kwargs: dict[str, Any], compute: Callable[..., Any] | None
@@ -232,9 +239,46 @@ def end_calls_at_stages(model: nn.Module, stages: Stages) -> None:
     model.register_forward_hook(end)
 
 
-def on_device(output: Any, device: torch.device) -> Any:
-    """An output with its tensors on a device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), output)
+DTYPES = {
+    str(dtype): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+}
+
+
+def _form(output: Any, parts: list[Tensor]) -> Any:
+    """An output in JSON, without its tensors, which are added to `parts`."""
+    if isinstance(output, Tensor):
+        parts.append(output)
+        return {"tensor": [list(output.shape), str(output.dtype)]}
+    if isinstance(output, Mapping) or (isinstance(output, tuple) and hasattr(output, "_fields")):
+        named = output.items() if isinstance(output, Mapping) else zip(output._fields, output, strict=True)
+        return {"named": [[name, _form(value, parts)] for name, value in named]}
+    if isinstance(output, tuple | list):
+        return {"list": [_form(value, parts) for value in output]}
+    return {"value": output}
+
+
+def _tensors_of(form: Any) -> Iterator[tuple[list[int], torch.dtype]]:
+    """The shape and number type of each tensor of an output, in the order of `_form`."""
+    if "tensor" in form:
+        shape, dtype = form["tensor"]
+        yield shape, DTYPES[dtype]
+    for value in form.get("list", ()):
+        yield from _tensors_of(value)
+    for _, value in form.get("named", ()):
+        yield from _tensors_of(value)
+
+
+def _output(form: Any, parts: Iterator[Tensor]) -> Any:
+    """An output by its form; names become those of a named tuple."""
+    if "tensor" in form:
+        return next(parts)
+    if "list" in form:
+        return tuple(_output(value, parts) for value in form["list"])
+    if "named" in form:
+        names = [name for name, _ in form["named"]]
+        return namedtuple("Output", names)(*(_output(value, parts) for _, value in form["named"]))  # type: ignore[misc]
+    return form["value"]
 
 
 def stages_of(model: nn.Module) -> Stages | None:

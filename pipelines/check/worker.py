@@ -205,26 +205,21 @@ def _step(config: RunConfig, kind: str, step: StepData, parts: Assembly, placeme
         grads = {name: grad / scale for name, grad in grads.items()}
     by_rank_sums = comm.all_gather_objects({name: float(np.abs(g).sum()) for name, g in grads.items()})
     if placement.mesh.staged:
-        grads = {name: grad for of_rank in _of_all(grads) for name, grad in of_rank.items()}
+        own = {name: [grad.shape, grad.ravel().tolist()] for name, grad in grads.items()}
+        for of_rank in comm.all_gather_objects(own):
+            grads |= {name: np.array(flat, dtype=np.float32).reshape(shape) for name, (shape, flat) in of_rank.items()}
     sent: Counter[str] = Counter()
     for one in comm.all_gather_objects({" ".join(what): n for what, n in ledger.since(before).bytes.items() if n}):
         sent.update(one)
     by_rank = [
         [MicroBatchDigest(*one) for one in row] for row in comm.all_gather_objects([_met(batch) for batch in batches])
     ]
-    last = by_rank[-len(by_rank) // config.parallel.pp :]  # every stage reads the same
+    last = by_rank[-len(by_rank) // config.parallel.pipeline :]  # every stage reads the same
     problems = disagreements(last, config.parallel.together(split=True), config.parallel.together(split=False))
     problems += other_gradients(by_rank_sums, staged=placement.mesh.staged)
     splits = any(shape.splits for shape in step.counts)
     problems += wrong_exchanges(model, config.parallel, placement.layout, kind, splits, list(sent))
     return StepReport(kind, result.loss, result.grad_norm, dict(sent), problems, grads)
-
-
-def _of_all(values: Any) -> list[Any]:
-    """The values of all ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, values)
-    return gathered
 
 
 def whole_gradients(model: nn.Module) -> Arrays:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from mmspeed import comm
-from mmspeed.axes import AxisName
 from mmspeed.config import Config, RunConfig
 from mmspeed.config.leaves import flat
 from mmspeed.config.training import TrainConfig
@@ -120,8 +119,7 @@ def balances_of(config: RunConfig, run: Run, peak: float) -> list[ExpertBalance]
         moved = 4 * numbers * (3 if ema is None else 4)  # weights, two moments, the average
         lent = 2 * parse_dtype(config.device.dtype).itemsize * numbers  # weights there, gradients back
         rate = settings.gigabytes_per_second * 1e9
-        shares = mesh.size(AxisName.EDP) * mesh.size(AxisName.ETP)  # processes that each send a part of what moves
-        prices = Prices(in_rows(moved // shares, rate, row_seconds), in_rows(lent, rate, row_seconds))
+        prices = Prices(in_rows(moved // mesh.expert_parts, rate, row_seconds), in_rows(lent, rate, row_seconds))
         balances.append(
             ExpertBalance(
                 model,

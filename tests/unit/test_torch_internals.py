@@ -29,6 +29,7 @@ from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
 from mmspeed.parallel import take_float32_gradients
 from tests.support.graphs import CountingBackend
+from tests.support.spawn import run_ranks
 
 CPU = Device("cpu", 0)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -456,6 +457,36 @@ def test_memory_tracker_class() -> None:
 
 
 @pytest.mark.slow
+def staged(rank_count: int) -> float:
+    """The gradient of the first of two stages, of micro-batches of two lengths, beside that of both on one process."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    weights = [torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)]
+    xs = [torch.arange(1.0, 3.0), torch.arange(1.0, 5.0), torch.ones(1)]
+    rows = {
+        0: [("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("F", 0, 2), ("B", 0, 1), ("B", 0, 2)],
+        1: [(k, 1, m) for m in range(3) for k in "FB"],
+    }
+    told: list[int] = []
+
+    def forward(stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
+        return ((xs[number] * weights[0]),) if stage == 0 else (came[0] * weights[1]).square().sum()
+
+    actions = internals.PipelineActions(rows, [rank], rank_count, 3, 1, torch.device("cpu"), group)
+    for _ in range(2):
+        actions.run(forward, lambda number: [xs[number]], told.append)
+    assert told == [rank, rank] and internals.pipeline_stage() is internals.pipeline_stage()
+    grad = weights[rank].grad
+    assert grad is not None
+    return float(grad)
+
+
+def test_pipeline_actions_take_micro_batches_of_any_shapes() -> None:
+    first, second = run_ranks(staged, 2, 2)
+    squares = 5 + 30 + 1  # of all inputs
+    assert first == pytest.approx(2 * 2 * 2 * 9 * squares) and second == pytest.approx(2 * 2 * 3 * 4 * squares)
+
+
 def test_asked_before_restarts() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api

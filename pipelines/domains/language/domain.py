@@ -137,7 +137,7 @@ class LanguageDomain(DomainDefaults):
                 "from what it answers; raise sequence_length, or reject longer chats by texts.max_tokens"
             )
         check_experts(parallel, "the model", *settings.expert_sizes)
-        check_stages(settings.num_hidden_layers, parallel.pp, parallel.virtual)
+        check_stages(settings.num_hidden_layers, parallel.pipeline, parallel.virtual)
         devices = parallel.together(False)  # that split heads
         for size, what in ((settings.num_attention_heads, "heads"), (settings.num_key_value_heads, "heads of keys")):
             if settings.latent is None and size % devices:

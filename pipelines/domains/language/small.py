@@ -51,7 +51,7 @@ def small_language(config: LanguageConfig, settings: DecoderSettings, folder: Pa
     parallel, train = config.parallel, config.train
     check_heads(settings.num_attention_heads, parallel.ulysses, parallel.tp, settings.num_key_value_heads)
     check_experts(parallel, "the model", *settings.expert_sizes)
-    check_stages(settings.num_hidden_layers, parallel.pp, parallel.virtual)
+    check_stages(settings.num_hidden_layers, parallel.pipeline, parallel.virtual)
     small, remarks, device = shrunk_settings(settings, parallel), list[str](), config.device
     tokens = max(TOKENS, 8 * parallel.group + 5)
     packs = math.prod(parallel.sizes().values()) // parallel.group + 1
@@ -103,7 +103,7 @@ def shrunk_settings(settings: DecoderSettings, parallel: ParallelConfig) -> Deco
             num_experts=math.lcm(experts.num_experts, parallel.ep),
             moe_intermediate_size=hidden + -hidden % same,
         )
-    blocks = max(twin.num_hidden_layers, parallel.pp * parallel.virtual)
+    blocks = max(twin.num_hidden_layers, parallel.stages)
     return replace(
         twin,
         experts=experts,

@@ -109,7 +109,7 @@ def small_sora(config: Config, folder: Path) -> SmallRun:
     strides, remarks = known_strides(config)
     model = resolve_config(sora_section(config, "this check"), CHANNELS, TEXT_WIDTH)
     parallel = config.parallel
-    section = shrunk_model(model, parallel.together(split=False), parallel.pp * parallel.virtual)
+    section = shrunk_model(model, parallel.together(split=False), parallel.stages)
     if model.sparse is not None:
         remarks += [
             "attention is dense in this check: over a ring, sparse attention has other plans than in one process"
