@@ -217,6 +217,7 @@ def _train(pipe: Connection, folder: str, experts: int, setting: dict[str, Any])
 
     class Told(TrainCallback):
         def on_step(self, event: StepEvent) -> None:
+            assert event.loss is not None
             paced.step(event.loss)
 
     own = _of_language(experts, MoeSetting(**setting))
