@@ -179,10 +179,10 @@ def train_by_trainer(
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, train) / train.lr)
 
     class Shown(TrainerCallback):
-        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:  # type: ignore[override]
-            if "loss" in logs:  # of a step; the last call is of the run
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            if "loss" in kwargs["logs"]:  # of a step; the last call is of the run
                 line.advance()
-                after_step(float(logs["loss"]))
+                after_step(float(kwargs["logs"]["loss"]))
 
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"), max_steps=train.steps, per_device_train_batch_size=train.batch_size or 1,
