@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from .errors import UserError
+from .errors import UserError, divisors
 
 
 class AxisName(str, Enum):
@@ -166,8 +166,8 @@ def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:
     if copy % (ep * etp):
         experts_over = f"ep {ep}" if etp == 1 else f"ep {ep} x etp {etp}"
         raise UserError(
-            f"parallel: {experts_over} does not divide the {copy} devices that share one copy of the parameters; lower it, or raise "
-            "dp_shard (more processes: --nproc)"
+            f"parallel: {experts_over} does not divide the {copy} devices that share one copy of the parameters: use one of "
+            f"{divisors(copy)}, or raise dp_shard (more processes: --nproc)"
         )
     experts = {
         AxisName.EDP: copy // (ep * etp),

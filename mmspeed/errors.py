@@ -54,6 +54,11 @@ def misspelt(word: str, names: Sequence[str], before: str = "") -> str:
     return nearest(word, near, 0.75).replace("'", f"'{before}", 1)
 
 
+def divisors(whole: int) -> str:
+    """The whole numbers that divide one: `1, 2, 4`."""
+    return ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
+
+
 def first_names(names: Sequence[str], most: int = 8, count: int | None = None) -> str:
     """`a, b and 3 more`: the first `most` of some names, and the number of the others. `count`: of all, where only some are given."""
     left = (len(names) if count is None else count) - len(names[:most])

@@ -425,6 +425,8 @@ def _resolve(
         raise typer.Exit()
     spoken.begin(command, path, *(overrides or ()))
     if launches:
+        if command == "train":
+            config.parallel.check_world(int(nproc or 1))
         debug = bool((context.obj or {}).get("debug"))
         words = [command, str(path), *(overrides or [])]
         raise typer.Exit(launch.launch(words, int(nproc or 1), debug, max_restarts))

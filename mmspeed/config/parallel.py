@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mmspeed.axes import DENSE, ITEMS, AxisName, AxisSizes, together_along
+from mmspeed.axes import DENSE, ITEMS, AxisName, AxisSizes, mesh_table, together_along
 from mmspeed.errors import UserError
 
 from .inputs import Section
@@ -53,6 +53,16 @@ class ParallelConfig(Section):
     dp_shard: int = Field(
         -1,
         description="Devices that share one copy of the parameters (with `fsdp`), beside those of `dsp`, `ring` and `ulysses`; -1: the devices that the other axes leave.",
+    )
+    pp: int = Field(
+        1,
+        ge=1,
+        description="Pipeline parallelism: devices over which a model's blocks are divided in stages; micro-batches pass through them.",
+    )
+    virtual: int = Field(
+        1,
+        ge=1,
+        description="Stages of a device of `pp`, every `pp`-th of the model: the pipeline stands still for as many times less (interleaved 1F1B).",
     )
     dsp: int = Field(
         1,
@@ -124,6 +134,10 @@ class ParallelConfig(Section):
                 raise ValueError(f"ep_backend deepep goes with ep above 1, without {', '.join(others)}")
         if self.tp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"tp goes with strategy fsdp or auto, not with {self.strategy}")
+        if self.virtual > 1 and self.pp == 1:
+            raise ValueError(f"virtual {self.virtual} divides the stages of pp devices: set pp, or leave virtual out")
+        if self.pp > 1 and self.strategy in ("ddp", "none"):
+            raise ValueError(f"pp goes with strategy fsdp or auto, not with {self.strategy}")
         if self.balance.on and self.ep == 1:
             raise ValueError("balance levels the loads of experts over ep devices: set ep, or leave balance out")
         if self.ep * self.etp > 1 and self.strategy in ("ddp", "none"):
@@ -185,16 +199,19 @@ class ParallelConfig(Section):
         return " x ".join(f"{axis} {n}" for axis, n in self.sizes().items() if axis in together_along() and n > 1)
 
     def check_world(self, world: int) -> None:
-        """Raise UserError if the groups of devices do not divide the processes of a run."""
+        """Raise UserError if the groups of devices, or those that share experts, do not divide the processes of a run."""
         if world % self.group:
             raise UserError(
                 f"parallel: {self.group_in_words()} does not divide the {world} processes of this run; change one, or --nproc"
             )
+        if self.ep * self.etp > 1:
+            mesh_table(world, self.axis_sizes())
 
 
 AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users set
 UNSPLIT: dict[str, object] = {
     **dict.fromkeys((*AXES, "ep", "etp"), 1),
+    "virtual": 1,
     "ring_window": None,
     "ep_inner": None,
     "balance": {},

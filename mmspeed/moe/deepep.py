@@ -70,13 +70,12 @@ class Buffers:
     """DeepEP's memory for the exchanges over an axis, which its layers share; it grows to what any of them sends."""
 
     def __init__(self, axis: Axis) -> None:
-        self.axis, self._buffer, self._fits = axis, None, (0, 0, 0)
+        self.axis, self._buffer, self._fits = axis, None, (1, 0, 0)
 
     def of(self, tokens: int, width: int, choices: int) -> Any:
         """The buffer for this many tokens on any process; a collective call."""
-        (most,) = all_reduce_max(
-            [tokens], self.axis.group
-        )  # on the host: all must name one number, and counts may differ
+        # on the host: all processes must name one number, and theirs may differ
+        (most,) = all_reduce_max([tokens], self.axis.group)
         fits = max(int(most), self._fits[0]), max(width, self._fits[1]), max(choices, self._fits[2])
         if fits != self._fits:
             from deep_ep import ElasticBuffer

@@ -10,17 +10,17 @@ Legend: T tokens, K experts of a token, E width, G experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmspeed.axes import AxisName
+from mmspeed.axes import AxisName, mesh_table
 from mmspeed.comm import Axis, PendingExchange
 from mmspeed.compute.operators.permutation import combine, order_rows, permute
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, divisors
 from mmspeed.graphs import outside_graphs
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
@@ -114,42 +114,32 @@ def spread_experts(model: nn.Module, mesh: Mesh | None, layout: TokenLayout) -> 
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    plan, axis, etp = plan_of(model), layout.experts, layout.etp
-    degrees, edp = ParallelConfig(ep=axis.size, etp=etp.size), 1 if mesh is None else mesh.size(AxisName.EDP)
-    if plan is None or not plan.experts:
-        check_experts(degrees, f"the plan of {type(model).__name__}", 0)
-    assert plan is not None
+    axis, etp, edp = layout.experts, layout.etp, 1 if mesh is None else mesh.size(AxisName.EDP)
     buffers = Buffers(axis)
     views = (AxisName.EP, AxisName.ETP) if etp.size > 1 else (AxisName.EP,)
     submesh = None if mesh is None else mesh.submesh(*views)
-    for pattern, hidden in plan.experts.items():
-        for name, module in modules_like(model, pattern, "plan, experts"):
-            count = _checked(name, module, hidden, degrees)
-            joined = {}
-            for each, whole in dict(module.named_parameters(recurse=False)).items():
-                part, placements = whole.detach().chunk(axis.size)[axis.rank], [Shard(0)]
-                if etp.size > 1:
-                    dim, tensors = hidden[each].dim, hidden[each].joined
-                    part, placements = part.chunk(etp.size, dim)[etp.rank], [Shard(0), Shard(dim)]
-                    if tensors > 1:
-                        joined[each] = JoinedColumns(etp, (whole.shape[dim] // tensors,) * tensors), dim
-                split: Tensor = part.clone()
-                if submesh is not None:
-                    split = DTensor.from_local(split, submesh, placements, run_check=False)
-                if sharded_dim(split, edp) is None:
-                    raise UserError(
-                        f"parallel.ep {axis.size} leaves {edp} processes with the same experts, which divide no dim of {name}.{each} "
-                        f"{tuple(whole.shape)}: raise ep or dp_replicate"
-                    )
-                module.register_parameter(each, nn.Parameter(split, requires_grad=whole.requires_grad))
-            spread = mix_in(module, SpreadExperts, rename=False)
-            spread._joined, spread._axis = joined, axis
-            if layout.ep_backend == "deepep":
-                spread._dispatcher = DeepEpDispatcher(buffers, count)
-            elif layout.nodes is None:
-                spread._dispatcher = FlatDispatcher(axis, count, etp)
-            else:
-                spread._dispatcher = HierarchicalDispatcher(*layout.nodes, count, etp)
+    for name, module, hidden, count in _with_experts(model, ParallelConfig(ep=axis.size, etp=etp.size)):
+        joined = {}
+        for each, whole in dict(module.named_parameters(recurse=False)).items():
+            part, placements = whole.detach().chunk(axis.size)[axis.rank], [Shard(0)]
+            if etp.size > 1:
+                dim, tensors = hidden[each].dim, hidden[each].joined
+                part, placements = part.chunk(etp.size, dim)[etp.rank], [Shard(0), Shard(dim)]
+                if tensors > 1:
+                    joined[each] = JoinedColumns(etp, (whole.shape[dim] // tensors,) * tensors), dim
+            _check_shared(part.shape, axis.size, edp, f"{name}.{each}")
+            split: Tensor = part.clone()
+            if submesh is not None:
+                split = DTensor.from_local(split, submesh, placements, run_check=False)
+            module.register_parameter(each, nn.Parameter(split, requires_grad=whole.requires_grad))
+        spread = mix_in(module, SpreadExperts, rename=False)
+        spread._joined, spread._axis = joined, axis
+        if layout.ep_backend == "deepep":
+            spread._dispatcher = DeepEpDispatcher(buffers, count)
+        elif layout.nodes is None:
+            spread._dispatcher = FlatDispatcher(axis, count, etp)
+        else:
+            spread._dispatcher = HierarchicalDispatcher(*layout.nodes, count, etp)
 
 
 def spread_modules(model: nn.Module) -> list[SpreadExperts]:
@@ -176,8 +166,52 @@ def check_experts(parallel: ParallelConfig, where: str, count: int, hidden: int 
         if degree > 1 and count == 0:
             raise UserError(f"parallel.{key} {degree}: {where} has no experts; leave {key} out")
         if whole is not None and whole % degree:
-            fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-            raise UserError(f"parallel.{key} {degree} does not divide the {what} of {where}: use one of {fits}")
+            raise UserError(
+                f"parallel.{key} {degree} does not divide the {what} of {where}: use one of {divisors(whole)}"
+            )
+
+
+def check_spread(model: nn.Module, parallel: ParallelConfig, world: int) -> None:
+    """Raise UserError where `world` processes cannot hold a model's experts as `spread_experts` lays them; no weight is read."""
+    if parallel.ep * parallel.etp == 1:
+        return
+    edp = mesh_table(world, parallel.axis_sizes()).sizes[AxisName.EDP]
+    for name, module, hidden, _ in _with_experts(model, parallel):
+        for each, whole in module.named_parameters(recurse=False):
+            sizes = [whole.shape[0] // parallel.ep, *whole.shape[1:]]
+            if parallel.etp > 1:
+                sizes[hidden[each].dim] //= parallel.etp
+            _check_shared(sizes, parallel.ep, edp, f"{name}.{each}")
+
+
+def _with_experts(
+    model: nn.Module, parallel: ParallelConfig
+) -> Iterator[tuple[str, nn.Module, Mapping[str, Hidden], int]]:
+    """Yield (name, module, the hidden dims of its parameters, the number of experts) of each module with experts, once it fits."""
+    plan = plan_of(model)
+    if plan is None or not plan.experts:
+        check_experts(parallel, f"the plan of {type(model).__name__}", 0)
+        return
+    for pattern, hidden in plan.experts.items():
+        for name, module in modules_like(model, pattern, "plan, experts"):
+            yield name, module, hidden, _checked(name, module, hidden, parallel)
+
+
+def _check_shared(part: Sequence[int], ep: int, edp: int, where: str) -> None:
+    """Raise UserError where `edp` processes divide no dim of the stacked weights, of these sizes, that each of `ep` has."""
+
+    def divide(over: int) -> bool:
+        return any(size % over == 0 for size in part[1:])
+
+    if divide(edp):
+        return
+    experts, devices = part[0] * ep, ep * edp
+    fits = [str(n) for n in range(1, devices + 1) if devices % n == experts % n == 0 and divide(devices // n)]
+    use = f"use ep {' or '.join(fits)}, or" if fits else "use"
+    raise UserError(
+        f"parallel.ep {ep} leaves {edp} processes with the same experts, which divide no dim of their part {tuple(part)} of {where}: "
+        f"{use} {edp} times the dp_replicate"
+    )
 
 
 def _checked(name: str, module: nn.Module, hidden: Mapping[str, Hidden], parallel: ParallelConfig) -> int:

@@ -70,6 +70,10 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
             for place, name in enumerate(blocks)
             if settings.has_experts(place)
         },
+        carried=("x_BNE",),
+        further=True,
+        summed=("packs_BNP", -1) if settings.experts is not None and settings.experts.balance is not None else None,
+        cuts=tuple(names[1:]),
         before=("embed_tokens",),
         after=("norm", "lm_head"),
         draws=False,

@@ -23,6 +23,7 @@ from mmspeed.config.parallel import AXES, UNSPLIT, ParallelConfig
 from mmspeed.config.tasks import task_class, task_entry
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
+from mmspeed.parallel.experts import check_spread
 from mmspeed.pipelines.check.children import Child, run_children
 from mmspeed.pipelines.check.verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.check.worker import WorkerReport
@@ -48,8 +49,8 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Domain | Tas
     """
     started = time.monotonic()
     config = with_layout(config, layout)
-    domain = as_task(make(config), config).domain
-    world = processes(config.parallel)
+    domain, world = as_task(make(config), config).domain, processes(config.parallel)
+    require_fit(config, domain)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
     with tempfile.TemporaryDirectory(prefix="mmspeed-check-") as folder:
         small = compared_run(domain, Path(folder) / "small")
@@ -61,6 +62,13 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Domain | Tas
         reports = {run: WorkerReport.load(Path(folder) / run) for run in runs}
     result = compare(small, reports["layout"], reports["alone"], reports.get("exact"))
     return dataclasses.replace(result, seconds=time.monotonic() - started)
+
+
+def require_fit(config: RunConfig, domain: Domain) -> None:
+    """Raise UserError where the processes of a config's layout cannot share the experts of its models."""
+    if config.parallel.ep * config.parallel.etp > 1:
+        for model in domain.outlines().values():
+            check_spread(model, config.parallel, processes(config.parallel))
 
 
 def compared_run(domain: Domain, folder: Path) -> SmallRun:
@@ -151,4 +159,5 @@ def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
             f"--parallel {layout!r} makes {world} processes, and at most {MOST_PROCESSES} are tried on one machine; "
             "smaller axes take the same code"
         )
+    changed.parallel.check_world(world)
     return changed

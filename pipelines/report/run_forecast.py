@@ -10,6 +10,7 @@ from mmspeed.config import RunConfig
 from mmspeed.device import PEAK_FLOPS, UTILISATION, Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds
+from mmspeed.parallel.experts import check_spread
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_estimate import MemoryPlan, plan_memory
 from mmspeed.pipelines.tuning.step_time import StepTime, UnmeasuredError, measure_step
@@ -26,6 +27,9 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
 
     The task is open, with data or without. Raises UserError as `plan_memory` for a memory budget.
     """
+    for work in works if config.parallel.ep * config.parallel.etp > 1 else ():
+        for model in task.domain.outlines().values():
+            check_spread(model, config.parallel, work.world)
     world, group = (works[0].world if works else config.parallel.least_devices), config.parallel.group
     place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // group))
     step, plan, measured, unknown = task.domain.largest_micro_batch(place), None, None, ""

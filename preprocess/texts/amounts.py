@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmspeed.axes import mesh_table
 from mmspeed.config import RunConfig
 from mmspeed.config.language import LanguageConfig
 from mmspeed.config.texts import BytesTokenizerConfig, StoredTokenizerConfig, TextsConfig, TokenizerConfig
@@ -87,8 +86,7 @@ def works_of(config: RunConfig, lengths: Mapping[str, Lengths], ranks: Sequence[
     steps.append(config.train.steps - sum(steps))
     works = []
     for world in ranks or [devices_here(config.device.kind, parallel.least_devices)]:
-        if parallel.expert_devices > 1:
-            mesh_table(world, parallel.axis_sizes())
+        parallel.check_world(world)
         batching = make_batching(config.batching, config.train, stages, costs, world, parallel)
         packs, epochs, of = Counter[ShapeClass](), 0.0, 0
         for stage, count in zip(stages, steps, strict=True):

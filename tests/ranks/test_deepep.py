@@ -9,11 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmspeed import rng
 from mmspeed.comm import Axis
+from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.models.language.experts import Experts
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
@@ -107,3 +109,11 @@ def test_what_it_does_not_take_is_refused_in_one_line(monkeypatch: pytest.Monkey
     assert "not torch.float32 with torch.float32: set device.dtype" in deepep.refuses(x.float(), gates, expert)
     assert "not 12 and 2" in deepep.refuses(x[:, :12], gates, expert)
     assert "not 16 and 33" in deepep.refuses(x, gates, torch.zeros(3, 33))
+
+
+@pytest.mark.parametrize("more", [{"ep": 1}, {"etp": 2}, {"ep_inner": 2}, {"balance": {"copies": 1}}])
+def test_other_keys_that_it_does_not_go_with(more: dict[str, Any]) -> None:
+    fields = {"ep": 4, "ep_backend": "deepep"}
+    assert ParallelConfig.model_validate(fields).ep_backend == "deepep"
+    with pytest.raises(ValidationError, match="deepep goes with ep above 1, without etp, ep_inner, balance"):
+        ParallelConfig.model_validate(fields | more)
