@@ -5,6 +5,7 @@ Used by `tests/ranks/test_sequence.py`; one spawn of ranks computes many cases.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -221,6 +222,7 @@ class Groups:
         self.meshes: dict[Any, Mesh] = {}
         self.layouts: dict[Any, TokenLayout] = {}
         self.alone, _ = dist.new_subgroups(1)  # for the truth, which each rank computes for itself
+        gc.freeze()  # what is imported stays
 
     def of(
         self, replicate: int, shard: int, parallel: ParallelConfig, nodes: Sequence[int] | None = None
@@ -241,6 +243,7 @@ class Groups:
         for group in list(dist.distributed_c10d._world.pg_map):
             if group not in (dist.group.WORLD, self.alone):
                 dist.destroy_process_group(group)
+        gc.collect()  # models that are done hold groups, in cycles
 
 
 def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
