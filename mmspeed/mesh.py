@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -92,6 +93,11 @@ class Mesh:
         return self.table.in_stage(self.rank)
 
     @property
+    def stage(self) -> int:
+        """The place of this process among the stages of a pipeline."""
+        return self.table.place(self.rank)[AxisName.PP]
+
+    @property
     def knows_loss(self) -> bool:
         """True on the last pipeline stage."""
         return self.table.knows_loss(self.rank)
@@ -114,6 +120,18 @@ class Mesh:
     def copies(self, layout: ParameterLayout) -> int:
         """The number of processes that hold the same part of a parameter."""
         return math.prod(self.table.shape(layout.replicas))
+
+    @cached_property
+    def of_stage(self) -> dist.ProcessGroup | None:
+        """A CPU group of the processes of this one's stage; None where all are. Its first use is a collective call of all processes."""
+        if not self.staged:
+            return None
+        each = self.table.world // self.size(AxisName.PP)
+        groups = [
+            dist.new_group(range(stage * each, (stage + 1) * each), backend="gloo")
+            for stage in range(self.size(AxisName.PP))
+        ]
+        return groups[self.stage]
 
     def across_stages(self) -> list[dist.ProcessGroup]:
         """Groups over which sums of one stage's parameters become those of all; none without pipeline stages."""

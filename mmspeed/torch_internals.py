@@ -7,12 +7,13 @@ or changes its behaviour. Costly modules are imported by the functions that need
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import (
     _disable_dynamo as disable_dynamo,  # `torch.compiler.disable`, without loading the compiler now
@@ -328,6 +329,131 @@ def asked_before_restarts(go_on: Callable[[dict[int, Any], int], bool]) -> Itera
         yield
     finally:
         setattr(api, "LocalElasticAgent", torchs_own)  # noqa: B010
+
+
+# ---- pipelines
+
+
+class PipelineActions:
+    """A table of a pipeline in torch's runtime, whose stages get receive buffers of each micro-batch's own shapes.
+
+    torch's stages take the shapes of their first step, and abort at others. `forward(stage, micro-batch, tensors that came)` returns what
+    goes on, or the loss; `like(micro-batch)` tensors as those that travel; `last(stage)` is called before a stage's last backward.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[int, Sequence[tuple[str, int, int]]],
+        own: Sequence[int],
+        stages: int,
+        micro_batches: int,
+        travels: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """rows: by rank, ("F" or "B", stage, micro-batch). own: the stages of this process. travels: the number of tensors that do."""
+        from torch.distributed.pipelining import schedules as torch_schedules
+
+        kinds = {"F": torch_schedules.FORWARD, "B": torch_schedules.FULL_BACKWARD}
+        stage_class = _stage_class()
+        self._stages = [stage_class(number, stages, micro_batches, travels, device, group) for number in own]
+        self._schedule = torch_schedules._PipelineScheduleRuntime(
+            self._stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
+        )
+        order: dict[int, list[Any]] = {
+            rank: [torch_schedules._Action(s, kinds[k], m) for k, s, m in row] for rank, row in rows.items()
+        }
+        self._schedule.pipeline_order = order
+        self._schedule._prepare_schedule_with_comms(order)
+        self._schedule._stages_forward_initialized = self._schedule._stages_backward_initialized = True
+        self._count = micro_batches
+
+    def run(
+        self,
+        forward: Callable[[int, int, tuple[Tensor, ...]], Any],
+        like: Callable[[int], Sequence[Tensor]],
+        last: Callable[[int], None],
+    ) -> None:
+        """Run a step."""
+        trains = any("B" in str(action) for action in self._schedule.pipeline_order[self._schedule.rank])
+        self._schedule._has_backward = trains
+        for stage in self._stages:
+            stage.begin(forward, like, last)
+            stage.clear_runtime_states()
+        numbers: list[Any] = [{"micro_batch": number} for number in range(self._count)]
+        nothing: list[Any] = [None] * self._count
+        self._schedule._step_microbatches([()] * self._count, numbers, nothing, None, return_outputs=False)
+
+
+@cache
+def _stage_class() -> Any:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining._utils import _TensorMeta
+    from torch.distributed.pipelining.stage import _RecvInfo, _StageMeta
+
+    class Stage(PipelineStage):
+        """torch's stage with buffers that are made when a tensor is to come, and freed after its backward."""
+
+        def __init__(
+            self, number: int, stages: int, count: int, travels: int, device: torch.device, group: dist.ProcessGroup
+        ) -> None:
+            one = (torch.empty(1),)
+            super().__init__(nn.Identity(), number, stages, device, input_args=one, output_args=one, group=group)
+            self.count, self.travels = count, travels
+
+        def begin(self, forward: Any, like: Any, last: Any) -> None:
+            self.forward_of, self.like, self.last = forward, like, last
+            self.has_backward, self.chunks = True, self.count
+            self.args_recv_info, self.grad_recv_info = {}, {}
+            after = [] if self.is_last else [self.stage_index + 1]
+            self.act_send_info = {place: list(after) for place in range(self.travels)}
+            self.grad_send_info = [None if self.is_first else self.stage_index - 1] * self.travels
+            meta = tuple(_TensorMeta(torch.Size([0]), (1,), torch.float32, True) for _ in range(self.travels))
+            inputs = () if self.is_first else meta
+            self._stage_meta = _StageMeta(inputs=inputs, outputs=meta, input_grads=meta, output_grads=meta)
+
+        def _room(self, tensors: Sequence[Tensor], source: int, grads: bool) -> tuple[Any, ...]:
+            made = []
+            for tensor in tensors:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                meta = _TensorMeta(buffer.shape, buffer.stride(), buffer.dtype, not grads)
+                made.append(_RecvInfo(f"{source} to {self.stage_index}", source, buffer, meta))
+            return tuple(made)
+
+        def get_fwd_recv_ops(self, micro_batch: int) -> Any:
+            if self.is_first:
+                return []
+            self.args_recv_info[micro_batch] = self._room(self.like(micro_batch), self.stage_index - 1, False)
+            return super().get_fwd_recv_ops(micro_batch)
+
+        def get_bwd_recv_ops(self, micro_batch: int) -> Any:
+            if self.is_last:
+                return []
+            sent = self.fwd_cache[micro_batch][0]
+            self.grad_recv_info[micro_batch] = self._room(sent, self.stage_index + 1, True)
+            return super().get_bwd_recv_ops(micro_batch)
+
+        def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
+            self.args_recv_info[micro_batch] = self._room(outputs, self.stage_index - 1, False)
+            super().set_local_fwd_input(outputs, micro_batch)
+
+        def set_local_bwd_input(self, grads: Any, micro_batch: int) -> None:
+            self.grad_recv_info[micro_batch] = self._room(self.fwd_cache[micro_batch][0], self.stage_index + 1, True)
+            super().set_local_bwd_input(grads, micro_batch)
+
+        def forward_maybe_with_nosync(self, *came: Tensor, micro_batch: int) -> Any:
+            return self.forward_of(self.stage_index, micro_batch, came)
+
+        def backward_one_chunk(
+            self, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        ) -> None:
+            if last_backward:
+                self.last(self.stage_index)
+            super().backward_one_chunk(number, loss, full_backward, last_backward)
+            self.args_recv_info.pop(number, None)
+            self.grad_recv_info.pop(number, None)
+
+    return Stage
 
 
 # ---- the loader's processes

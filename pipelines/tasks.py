@@ -17,8 +17,9 @@ from mmspeed.config.methods import METHODS, make_method
 from mmspeed.config.tasks import TASKS, TaskEntry, preparation_class, task_class
 from mmspeed.errors import UserError
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer
-from mmspeed.loop.runner import SequentialRunner
+from mmspeed.loop.pipeline import runner_of
 from mmspeed.loop.step import Learner
+from mmspeed.mesh import Mesh
 from mmspeed.parallel import Strategy
 from mmspeed.protocols import (
     Ask,
@@ -160,10 +161,10 @@ class Task:
         strategy: Strategy,
         optimizers: Mapping[str, AnyOptimizer],
         device: torch.device,
-        staged: bool = False,
+        mesh: Mesh | None = None,
     ) -> list[Learner]:
         """The learners of updates. `models`, `optimizers`: by role. Raises UserError for stages of a pipeline and a method that asks."""
-        if staged and self.method.asks:
+        if mesh is not None and mesh.staged and self.method.asks:
             raise UserError(
                 f"parallel.pp: {self.method.name} asks whole models for values, and a stage of a pipeline has a part of one: leave pp at 1"
             )
@@ -171,7 +172,7 @@ class Task:
         return [
             Learner(
                 each.update,
-                SequentialRunner(models[each.update.role], strategy),
+                runner_of(models[each.update.role], strategy, device, mesh),
                 optimizers[each.update.role],
                 each.call,
                 each.terms,

@@ -14,6 +14,7 @@ import yaml
 from mmspeed.config import RunConfig, make_config
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds, get_logger, read_metrics
+from mmspeed.plan.simulate import picture, reckoned
 
 from .demo import trained
 from .demo_language import language_tree
@@ -37,8 +38,11 @@ def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None
     from mmspeed.preprocess import TextCacheBuilder
 
     started, output = time.monotonic(), output.resolve()
-    alone = make_config(_tree(output, short), origin="demo")
+    parallel = with_layout(make_config(_tree(output, short), origin="demo"), layout).parallel
+    alone = make_config(_tree(output, short, parallel.pp * parallel.virtual), origin="demo")
     spread = with_layout(alone, layout)
+    if spread.parallel.pp > 1:  # as many micro-batches as there are items
+        spread = spread.model_copy(update={"train": spread.train.model_copy(update={"micro_batch_size": 1})})
     world = processes(spread.parallel)
     require_fit(spread, make_task(spread).domain)
     spread = spread.model_copy(update={"name": f"{alone.name}-{re.sub('[^a-z0-9]+', '-', named(spread.parallel))}"})
@@ -54,18 +58,22 @@ def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None
     done = subprocess.run([sys.executable, "-m", "mmspeed", "train", str(file), "--nproc", str(world)])
     if done.returncode:
         raise UserError(f"demo: training on {world} processes ended with code {done.returncode}; its line is above")
-    for line in comparison(_rows(alone), _rows(spread), world):
+    rows = _rows(spread)
+    for line in [*comparison(_rows(alone), rows, world), *pipeline_lines(spread, rows)]:
         log.info(line)
     log.info(f"done in {format_seconds(time.monotonic() - started)}; look at:")
     return [alone.run_dir, spread.run_dir, file]
 
 
-def _tree(output: Path, short: bool) -> dict[str, Any]:
-    """The demo's config for the comparison, unchecked: an auxiliary loss of each pack, which is the same on every layout."""
+def _tree(output: Path, short: bool, stages: int = 1) -> dict[str, Any]:
+    """The demo's config for the comparison, unchecked: an auxiliary loss of each pack, which is the same on every layout.
+
+    stages: the least number of blocks.
+    """
     tree = language_tree(output, short)
     steps = tree["train"]["steps"] if short else STEPS
     tree["name"] = f"{tree['name']}-one"
-    tree["model"]["balance"] = "sequence"
+    tree["model"].update(balance="sequence", num_hidden_layers=max(tree["model"]["num_hidden_layers"], stages))
     tree["train"].update(steps=steps, lr=LEARNING_RATE, log_every=max(1, steps // ROWS))
     tree["validate"]["every"] = tree["checkpoint"]["every"] = steps
     return tree
@@ -73,6 +81,21 @@ def _tree(output: Path, short: bool) -> dict[str, Any]:
 
 def _rows(config: RunConfig) -> list[dict[str, Any]]:
     return [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] in ("train", "validation")]
+
+
+def pipeline_lines(config: RunConfig, rows: list[dict[str, Any]]) -> list[str]:
+    """Lines on a pipeline: how long it stands still, and a picture of its step; none without one."""
+    ranks, virtual = config.parallel.pp, config.parallel.virtual
+    steps = [row["pipeline"] for row in rows if "pipeline" in row]
+    if ranks == 1 or not steps:
+        return []
+    batches, bubble = steps[-1]["micro_batches"], steps[-1]["bubble"]
+    return [
+        f"the pipeline: {batches} micro-batches through {ranks * virtual} stages; it stands still for {bubble:.0%} of a step, if stages are "
+        "equal and backward takes twice as long as forward:",
+        *picture(reckoned(ranks, virtual, batches)),
+        "digits: forward of a micro-batch, letters: backward, dots: waiting",
+    ]
 
 
 def comparison(alone: list[dict[str, Any]], layout: list[dict[str, Any]], world: int) -> list[str]:

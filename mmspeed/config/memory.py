@@ -15,10 +15,10 @@ ActivationPolicy = Literal["save", "recompute", "selective", "offload", "offload
 
 # Only one of two nested regions can have a policy.
 INSIDE: dict[str, tuple[str, ...]] = {
-    "block": ("attention", "cross_attention", "mlp", "norm", "activation"),
+    "block": ("attention", "cross_attention", "mlp", "norm", "activation", "dispatch", "experts"),
     "attention": ("norm",),
     "cross_attention": ("norm",),
-    "mlp": ("norm", "activation"),
+    "mlp": ("norm", "activation", "dispatch", "experts"),
 }
 SMALL = ("norm", "activation")  # a few operations before a matrix product
 SMALL_WAYS = ("save", "recompute")
@@ -43,7 +43,7 @@ class MemoryConfig(Section):
 
     activation_policy: dict[RegionName, ActivationPolicy] = Field(
         default_factory=dict,
-        description="Tensors kept for the backward pass of each region of a block. `save`: all that it needs (the default). `recompute`: the region's input; the rest is recomputed. `selective`: the results of matrix products and attention; only cheap operations are recomputed. `offload`: all of them, in host memory. `offload_selective`: the results of matrix products and attention, in host memory; the rest is recomputed. `offload_recompute`: the region's input, in host memory; the rest is recomputed. Regions: `block`, its branches `attention`, `cross_attention` and `mlp` (each with its norm), and `norm` and `activation` alone.",
+        description="Tensors kept for the backward pass of each region of a block. `save`: all that it needs (the default). `recompute`: the region's input; the rest is recomputed. `selective`: the results of matrix products and attention; only cheap operations are recomputed. `offload`: all of them, in host memory. `offload_selective`: the results of matrix products and attention, in host memory; the rest is recomputed. `offload_recompute`: the region's input, in host memory; the rest is recomputed. Regions: `block`, its branches `attention`, `cross_attention` and `mlp` (each with its norm), and `norm` and `activation` alone; within an `mlp` of experts `dispatch`, the tokens in the order of experts, and `experts`, their activation.",
     )
     budget: str | int | None = Field(
         None,
@@ -54,7 +54,7 @@ class MemoryConfig(Section):
     )
     exchange_again: bool = Field(
         False,
-        description="Repeat the exchanges between devices during recomputation, where an item is split over several: less memory, more traffic. False: the received tensors are kept.",
+        description="Repeat the exchanges between devices during recomputation, where an item or experts are split over several: less memory, more traffic. False: the received tensors are kept.",
     )
     keep_last: bool = Field(True, description="Do not offload the last block's tensors: backward needs them first.")
     offload_from: str | int = Field("1MiB", description="Smaller tensors are not offloaded.")

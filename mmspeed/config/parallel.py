@@ -54,6 +54,16 @@ class ParallelConfig(Section):
         -1,
         description="Devices that share one copy of the parameters (with `fsdp`), beside those of `dsp`, `ring` and `ulysses`; -1: the devices that the other axes leave.",
     )
+    pp: int = Field(
+        1,
+        ge=1,
+        description="Pipeline parallelism: devices over which a model's blocks are divided in stages; micro-batches pass through them.",
+    )
+    virtual: int = Field(
+        1,
+        ge=1,
+        description="Stages of a device of `pp`, every `pp`-th of the model: the pipeline stands still for as many times less (interleaved 1F1B).",
+    )
     dsp: int = Field(
         1,
         ge=1,
@@ -107,14 +117,27 @@ class ParallelConfig(Section):
         description="Implementation of all-to-all and reduce-scatter: the collective, or point-to-point sends and receives (equal results).",
     )
 
+    ep_backend: Literal["collective", "deepep"] = Field(
+        "collective",
+        description="What sends tokens to experts: collectives, or the kernels of DeepEP 2, where it is installed.",
+    )
+
     @model_validator(mode="after")
     def _fits(self) -> ParallelConfig:
         if self.ring_window is not None and self.ring % self.ring_window:
             raise ValueError(f"ring_window {self.ring_window} must divide ring {self.ring}")
         if self.ep_inner is not None and self.ep % self.ep_inner:
             raise ValueError(f"ep_inner {self.ep_inner} must divide ep {self.ep}")
+        if self.ep_backend == "deepep":
+            others = {"etp": self.etp > 1, "ep_inner": self.ep_inner is not None, "balance": self.balance.on}
+            if self.ep == 1 or any(others.values()):
+                raise ValueError(f"ep_backend deepep goes with ep above 1, without {', '.join(others)}")
         if self.tp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"tp goes with strategy fsdp or auto, not with {self.strategy}")
+        if self.virtual > 1 and self.pp == 1:
+            raise ValueError(f"virtual {self.virtual} divides the stages of pp devices: set pp, or leave virtual out")
+        if self.pp > 1 and self.strategy in ("ddp", "none"):
+            raise ValueError(f"pp goes with strategy fsdp or auto, not with {self.strategy}")
         if self.balance.on and self.ep == 1:
             raise ValueError("balance levels the loads of experts over ep devices: set ep, or leave balance out")
         if self.ep * self.etp > 1 and self.strategy in ("ddp", "none"):
@@ -135,9 +158,14 @@ class ParallelConfig(Section):
         return self.together(split=True)
 
     @property
+    def expert_devices(self) -> int:
+        """Devices that share the experts of one copy of the parameters."""
+        return self.ep * self.etp
+
+    @property
     def least_devices(self) -> int:
-        """The fewest devices of this layout: those that compute one item together, as often as `ep` x `etp` needs."""
-        return math.lcm(self.group, self.ep * self.etp)
+        """The fewest devices of this layout: those that compute one item together, as often as experts need."""
+        return math.lcm(self.group, self.expert_devices)
 
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
@@ -183,7 +211,9 @@ class ParallelConfig(Section):
 AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users set
 UNSPLIT: dict[str, object] = {
     **dict.fromkeys((*AXES, "ep", "etp"), 1),
+    "virtual": 1,
     "ring_window": None,
     "ep_inner": None,
     "balance": {},
+    "ep_backend": "collective",
 }  # one device

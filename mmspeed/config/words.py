@@ -140,6 +140,7 @@ SYNONYMS = {
     "parallel.dp_replicate": "data_parallel_replicate_degree dp",
     "parallel.dp_shard": "data_parallel_shard_degree dp data_parallel data_parallel_size",
     "parallel.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
+    "parallel.ep_backend": "expert_parallel_comm_backend moe_flex_dispatcher_backend",
     "parallel.etp": "expert_tensor_parallel_size",
     "parallel.ep": "expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree",
     "parallel.ring": "cp context_parallel context_parallel_size context_parallel_degree",

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from mmspeed import comm
 from mmspeed.comm import Ledger
 from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.config.training import TrainConfig
@@ -102,8 +104,8 @@ class StepCounts(BaseCallback):
     ranks: processes that hold equal parts of the experts that are counted; the row says how loads lie over them.
     """
 
-    def __init__(self, models: Models, ranks: int = 1) -> None:
-        self.ranks = ranks
+    def __init__(self, models: Models, ranks: int = 1, staged: bool = False) -> None:
+        self.ranks, self.staged = ranks, staged
         self.names = {name: module.counted for name, module in counting_modules(models).items()}
         self.sums: dict[str, Tensor] = {}
 
@@ -113,11 +115,22 @@ class StepCounts(BaseCallback):
 
     def row(self) -> dict[str, Any]:
         sums, self.sums = self.sums, {}
-        kinds = sorted({self.names[name] for name in sums})
+        kind_of = {name: self.names[name] for name in sums}
+        if self.staged:  # each stage has counted in modules of its own
+            own = {name: [kind_of[name], counts.tolist()] for name, counts in sums.items()}
+            found = {name: entry for of_rank in comm.all_gather_objects(own) for name, entry in of_rank.items()}
+            kind_of = {name: kind for name, (kind, _) in sorted(found.items(), key=lambda pair: _natural(pair[0]))}
+            sums = {name: torch.tensor(found[name][1]) for name in kind_of}
         row: dict[str, Any] = {
-            kind: spread({name: sums[name] for name in sums if self.names[name] == kind}) for kind in kinds
+            kind: spread({name: sums[name] for name in sums if kind_of[name] == kind})
+            for kind in sorted(set(kind_of.values()))
         }
         return row | ({"rank_load": over_ranks(sums, self.ranks)} if self.ranks > 1 and sums else {})
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts blocks by their numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 class SentBytes(BaseCallback):

@@ -209,7 +209,8 @@ def apply_update(
         releasing.begin(len(batches))
     learning = {update.role: models[update.role]}
     counters = counting_modules(learning)
-    with counting(counters, group):
+    of_stage = mesh.of_stage if mesh is not None and mesh.staged else group
+    with counting(counters, of_stage):
         record = learner.run(batches, divisors, weight)
     if tensor is not None:
         for model in learning.values():
@@ -248,7 +249,7 @@ def apply_update(
     counts: Mapping[str, torch.Tensor] = {}
     if not (broken_ranks or withheld):
         learner.optimizer.step()
-        counts = share_counts(counters, group)
+        counts = share_counts(counters, of_stage)
     learner.forget_gradients()
     result = StepResult(loss, grad_norm, not broken_ranks, terms=terms, trained=trained, record=record)
     if broken_ranks:

@@ -82,9 +82,7 @@ def rank_loads(load_LG: Whole, place_LG: Whole, ranks: int) -> Whole:
 
 def _at(value_LG: Whole, place_LG: Whole) -> Whole:
     """Values of experts in the order of their places."""
-    at_LG = np.empty_like(value_LG)
-    np.put_along_axis(at_LG, place_LG, value_LG, 1)
-    return at_LG
+    return np.take_along_axis(value_LG, place_LG.argsort(1), 1)
 
 
 def rearrange(load_LG: Whole, place_LG: Whole, ranks: int, nodes: int = 1) -> Whole:
@@ -97,7 +95,7 @@ def rearrange(load_LG: Whole, place_LG: Whole, ranks: int, nodes: int = 1) -> Wh
     layers, experts = load_LG.shape
     each = experts // ranks
     at_LG = _at(load_LG, place_LG)
-    who_LG = _at(np.tile(np.arange(experts), (layers, 1)), place_LG)
+    who_LG = place_LG.argsort(1)
     node_G = np.arange(experts) // (experts // nodes)
     least_L = load_LG.sum(1) // (ranks * LEAST_GAIN)
     bound_L = GOAL * load_LG.sum(1) / ranks
@@ -182,7 +180,7 @@ def plan_shares(
     each, every_L = experts // ranks, np.arange(layers)
     sum_LP = rank_loads(load_LG, place_LG, ranks)
     left_LPM = _at(load_LG, place_LG).reshape(layers, ranks, each)
-    who_LPM = _at(np.tile(np.arange(experts), (layers, 1)), place_LG).reshape(layers, ranks, each)
+    who_LPM = place_LG.argsort(1).reshape(layers, ranks, each)
     mean_L, upto_L = sum_LP.sum(1) // ranks, (sum_LP.sum(1) * (1 + GOAL) / 2 / ranks).astype(np.int64)
     node_P = np.arange(ranks) // (ranks // nodes)
     room_LP, sends_LP = np.ones((layers, ranks), dtype=bool), np.zeros((layers, ranks), dtype=np.int64)
@@ -246,7 +244,7 @@ def slots(place_LG: Whole, plans: Sequence[Sequence[Share]], ranks: int) -> list
     layers, experts = place_LG.shape
     each = experts // ranks
     table_L3S = np.zeros((layers, 3, ranks, each + 1), dtype=np.int64)
-    table_L3S[:, 0, :, :each] = _at(np.tile(np.arange(experts), (layers, 1)), place_LG).reshape(layers, ranks, each)
+    table_L3S[:, 0, :, :each] = place_LG.argsort(1).reshape(layers, ranks, each)
     table_L3S[:, 2, :, :each] = WHOLE
     for table, place_G, plan in zip(table_L3S, place_LG, plans, strict=True):
         for share in plan:
@@ -274,6 +272,6 @@ def order_by_slot(expert_TK: Tensor, to: Slots, experts: int, sender: int, sende
     slot_R = torch.arange(len(ends_S), device=ends_S.device).repeat_interleave(high_S - low_S, output_size=rows)
     from_S = starts_G[to.expert_S] + low_S - (ends_S - (high_S - low_S))
     order_R = order.order_R[from_S[slot_R] + torch.arange(rows, device=ends_S.device)]
-    place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(rows, device=order_R.device))
-    by_slot = ExpertOrder(order_R, place_R.view_as(expert_TK), ends_S.to(torch.int32))
-    return by_slot, slot_R[place_R].view_as(expert_TK)
+    place_P = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(rows, device=order_R.device))
+    by_slot = ExpertOrder(order_R, place_P.view_as(expert_TK), ends_S.to(torch.int32))
+    return by_slot, slot_R[by_slot.place_TK]

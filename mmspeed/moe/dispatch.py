@@ -43,7 +43,7 @@ from mmspeed.moe.balance import Slots, order_by_slot
 from mmspeed.replay import record_or_replay
 
 
-class _Dispatcher:
+class Dispatcher:
     """What kinds of dispatchers share.
 
     etp: the processes that hold parts of the same experts. slots: what experts' rows go to; None: each expert to its place in order.
@@ -54,7 +54,7 @@ class _Dispatcher:
     def __init__(self, experts: int, etp: Axis | None) -> None:
         self.experts, self.etp = experts, etp or Axis.alone("etp")
 
-    def __deepcopy__(self, memo: Any) -> _Dispatcher:
+    def __deepcopy__(self, memo: Any) -> Dispatcher:
         return self  # process groups cannot be copied, and nothing in it belongs to one copy
 
     def _gathered(
@@ -91,7 +91,7 @@ class Dispatched:
         return self.counts.kinds
 
 
-class FlatDispatcher(_Dispatcher):
+class FlatDispatcher(Dispatcher):
     """One exchange there and one back between all processes of an axis, of which each holds G / P experts in order."""
 
     def __init__(self, axis: Axis, experts: int, etp: Axis | None = None) -> None:
@@ -150,7 +150,7 @@ class DispatchedByNode:
         return self.by_inner.kinds
 
 
-class HierarchicalDispatcher(_Dispatcher):
+class HierarchicalDispatcher(Dispatcher):
     """An exchange between nodes, in which a token crosses once to each node, and one within the node; outputs are summed there first.
 
     `outer`: the nodes, as processes with this one's place in theirs; `inner`: the processes of this node.

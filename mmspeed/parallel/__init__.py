@@ -13,6 +13,7 @@ from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh
+from mmspeed.mixin import mix_in
 from mmspeed.protocols.plan import ModelPlan, blocks_of, plan_of
 from mmspeed.replay import recorded_modules
 
@@ -33,6 +34,7 @@ from .data_parallel import (
 )
 from .experts import spread_experts
 from .sequence.hybrid_attention import SequenceAxes
+from .stages import StageModel, end_calls_at_stages, stages_of
 from .tensor import check_heads, sum_shared_gradients
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
 
 # the axes that `parallelize` applies to a model, and the names that views of the mesh give them
 APPLIED = (
+    AxisName.PP,
     *ITEMS,
     AxisName.DSP,
     AxisName.RING,
@@ -142,12 +145,27 @@ def parallelize(
         boundaries.put_around()
     if compute_dtype != torch.float32:  # around the whole model, so that training, validation and sampling agree
         autocast(model, compute_dtype)
+    stages = stages_of(model)
+    if stages is not None:
+        mix_in(model, StageModel, rename=False)
+        if layout.size > 1 and stages.splits_in_blocks:
+            raise UserError(
+                f"parallel.pp with tp, ulysses or ring: {type(model).__name__} splits its tokens in its first block, which only the first "
+                "stage has; use pp with fsdp alone"
+            )
+        if strategy != "fsdp":
+            raise UserError(f"parallel.pp goes with parallel.strategy fsdp, not with {strategy}")
     if strategy == "none":
         return model
     if mesh is None:
         raise ValueError(f"strategy {strategy} needs a device mesh")
     # bfloat16 parameters are replicated by FSDP2 over `dp_replicate`, since DDP would sum their gradients in bfloat16
-    return shard(model, mesh, compute_dtype, host) if strategy == "fsdp" or is_half(model) else replicate(model)
+    if strategy != "fsdp" and not is_half(model):
+        return replicate(model)
+    shard(model, mesh, compute_dtype, host)
+    if stages is not None:
+        end_calls_at_stages(model, stages)
+    return model
 
 
 def _check_axes(mesh: Mesh) -> None:

@@ -25,6 +25,7 @@ from mmspeed.graphs import outside_graphs
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.moe.copies import Lending, finish_lending, start_lending, tied
+from mmspeed.moe.deepep import Buffers, DeepEpDispatcher
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols.plan import Hidden, modules_like, plan_of
@@ -34,7 +35,7 @@ from .boundaries.layout import TokenLayout
 from .boundaries.linears import JoinedColumns
 from .boundaries.names import described
 
-AnyDispatcher = FlatDispatcher | HierarchicalDispatcher
+AnyDispatcher = FlatDispatcher | HierarchicalDispatcher | DeepEpDispatcher
 
 
 class SpreadExperts(nn.Module):
@@ -114,6 +115,7 @@ def spread_experts(model: nn.Module, mesh: Mesh | None, layout: TokenLayout) -> 
     from torch.distributed.tensor import DTensor, Shard
 
     axis, etp, edp = layout.experts, layout.etp, 1 if mesh is None else mesh.size(AxisName.EDP)
+    buffers = Buffers(axis)
     views = (AxisName.EP, AxisName.ETP) if etp.size > 1 else (AxisName.EP,)
     submesh = None if mesh is None else mesh.submesh(*views)
     for name, module, hidden, count in _with_experts(model, ParallelConfig(ep=axis.size, etp=etp.size)):
@@ -132,7 +134,9 @@ def spread_experts(model: nn.Module, mesh: Mesh | None, layout: TokenLayout) -> 
             module.register_parameter(each, nn.Parameter(split, requires_grad=whole.requires_grad))
         spread = mix_in(module, SpreadExperts, rename=False)
         spread._joined, spread._axis = joined, axis
-        if layout.nodes is None:
+        if layout.ep_backend == "deepep":
+            spread._dispatcher = DeepEpDispatcher(buffers, count)
+        elif layout.nodes is None:
             spread._dispatcher = FlatDispatcher(axis, count, etp)
         else:
             spread._dispatcher = HierarchicalDispatcher(*layout.nodes, count, etp)

@@ -15,7 +15,7 @@ masks and attention. Without tensor parallelism both are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, TypeVar, runtime_checkable
@@ -203,11 +203,13 @@ class Region:
     """A part of a block's forward whose activations can have a policy of their own.
 
     modules: patterns of names within the block. small: it makes the one tensor that a product takes (a norm, an activation), and its
-    modules are linear layers that prepare their input (`PreparesInput`).
+    modules are linear layers that prepare their input (`PreparesInput`). optional: blocks without its modules have no such region, and
+    its policies pass them by.
     """
 
     modules: tuple[str, ...]
     small: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,11 @@ class ModelPlan:
             once, after products that run while tokens travel and before those that run while outputs do. For each parameter the dim of
             its hidden units, along which `etp` splits it; without one for all of them, experts stay whole.
         mlps: MLPs, and layers of them, that are in no region, by patterns; only adapters ask for them.
+        carried: the arguments of a block that the next block gets from its output, in the order of the outputs, which travel between
+            pipeline stages; none: pipelines are refused.
+        further: blocks return one more output, behind the carried ones, which may be None.
+        summed: that output is summed over blocks: (argument of a block, dim) that give its length, or 1 without that argument; None: it
+            does not travel.
         cuts: names of blocks before which a pipeline may cut the model; None: before any.
         before, after: modules that run before the first and after the last block.
         draws: its blocks draw random numbers (dropout).
@@ -280,6 +287,9 @@ class ModelPlan:
     chunks: tuple[Chunked, ...] = ()
     experts: Mapping[str, Mapping[str, Hidden]] = field(default_factory=dict)
     mlps: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    further: bool = False
+    summed: tuple[str, int] | None = None
     cuts: tuple[str, ...] | None = None
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -396,13 +406,13 @@ def named_like(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(parts, wanted, strict=True))
 
 
-def modules_like(module: nn.Module, pattern: str, where: str) -> list[tuple[str, nn.Module]]:
-    """The modules within a module, itself included, whose names match a pattern; at least one.
+def modules_like(module: nn.Module, pattern: str, where: str, optional: bool = False) -> list[tuple[str, nn.Module]]:
+    """The modules within a module, itself included, whose names match a pattern; at least one, unless they are `optional`.
 
     Raises UserError with the nearest names where there is none; `where` is the place in the plan.
     """
     matches = _matches(module, pattern)
-    if not matches:
+    if not matches and not optional:
         hint = nearest(pattern, [name for name, _ in module.named_modules()])
         raise UserError(f"{where}: {type(module).__name__} has no module {pattern!r}{hint}")
     return matches
@@ -473,6 +483,35 @@ def keep_blocks(model: nn.Module, places: Sequence[int]) -> None:
         renamed |= {blocks[place][0]: f"{name}.{number}" for number, place in enumerate(own)}
     if plan is not None:
         declare_plan(model, _with_blocks(plan, renamed))
+
+
+def kept_plan(model: nn.Module, plan: ModelPlan, gone: Collection[str]) -> ModelPlan:
+    """A model's plan without what it says of some modules, blocks among them, and of modules within; patterns become names."""
+
+    def stays(name: str) -> bool:
+        return not any(name == each or name.startswith(f"{each}.") for each in gone)
+
+    def entries(old: Mapping[str, T]) -> dict[str, T]:
+        return {name: entry for pattern, entry in old.items() for name, _ in _matches(model, pattern) if stays(name)}
+
+    def names(old: Iterable[str]) -> tuple[str, ...]:
+        return tuple(entries(dict.fromkeys(old)))
+
+    left = plan
+    return replace(
+        left,
+        blocks=tuple(block for block in plan.blocks if stays(block.name)),
+        inputs=entries(left.inputs),
+        outputs=entries(left.outputs),
+        attention=entries(left.attention),
+        linears=entries(left.linears),
+        divided=entries(left.divided),
+        experts=entries(left.experts),
+        channel_norms=names(left.channel_norms),
+        mlps=names(left.mlps),
+        before=names(left.before),
+        after=names(left.after),
+    )
 
 
 def _with_blocks(plan: ModelPlan, renamed: Mapping[str, str]) -> ModelPlan:

@@ -55,6 +55,7 @@ def hunyuan_video_plan(model: nn.Module) -> ModelPlan:
     rotary = Split("video", 0, level="seen")
     return ModelPlan(
         blocks=blocks,
+        carried=("hidden_states", "encoder_hidden_states"),
         before=("x_embedder", "context_embedder", "time_text_embed"),
         after=("norm_out", "proj_out"),
         inputs={**inputs, **dict.fromkeys(stacks, every)},

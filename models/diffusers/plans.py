@@ -48,6 +48,7 @@ def wan_plan(model: nn.Module) -> ModelPlan:
     rotary = Split("video", 1, level="seen")
     return ModelPlan(
         blocks=tuple(listed(model, "blocks")),
+        carried=("hidden_states",),
         before=("patch_embedding", "condition_embedder"),
         after=("norm_out", "proj_out"),
         inputs={
@@ -89,6 +90,7 @@ def ltx_plan(model: nn.Module) -> ModelPlan:
     columns = [f"transformer_blocks.*.attn*.{name}" for name in ("to_q", "to_k", "to_v")] + [f"{mlp}.net.0.proj"]
     return ModelPlan(
         blocks=tuple(listed(model, "transformer_blocks")),
+        carried=("hidden_states",),
         before=("proj_in", "time_embed", "caption_projection"),
         after=("norm_out", "proj_out"),
         inputs={
@@ -121,6 +123,7 @@ def cogvideox_plan(model: nn.Module) -> ModelPlan:
     columns = [f"{attention}.{name}" for name in ("to_q", "to_k", "to_v")] + [f"{mlp}.net.0.proj"]
     return ModelPlan(
         blocks=tuple(listed(model, "transformer_blocks")),
+        carried=("hidden_states", "encoder_hidden_states"),
         before=("patch_embed", "time_embedding"),
         after=("norm_final", "norm_out", "proj_out"),
         inputs={
@@ -156,6 +159,7 @@ def wan_vace_plan(model: nn.Module) -> ModelPlan:
     return replace(
         wan,
         blocks=(*listed(model, "vace_blocks"), *wan.blocks),
+        carried=(),  # hints of the control reach many blocks
         before=(*wan.before, "vace_patch_embedding"),
         inputs={**both(wan.inputs), **first},
         attention=both(wan.attention),

@@ -25,6 +25,11 @@ from mmspeed.protocols.plan import (
 )
 
 REGIONS = {"attention": Region(("self_attn",)), "mlp": Region(("mlp",))}
+# the rows that the experts' first products take, and those of the last ones; some blocks may have no experts
+OF_EXPERTS = {
+    "dispatch": Region(("mlp.experts.dispatch",), optional=True),
+    "experts": Region(("mlp.experts.activation",), optional=True),
+}
 OWN = Split("text", dim=1)
 COLUMN, SUM, SEEN = Linear("column"), Linear("row", "text", dim=1), {"x_BNE": Seen("text", dim=1)}
 
@@ -59,12 +64,16 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         linears=linears,
         heads=settings.num_attention_heads,
         key_heads=settings.num_key_value_heads,
-        regions=REGIONS,
+        regions=REGIONS if settings.experts is None else REGIONS | OF_EXPERTS,
         experts={
             f"{name}.mlp.experts": {"gate_up_proj": Hidden(1, joined=2), "down_proj": Hidden(2)}
             for place, name in enumerate(blocks)
             if settings.has_experts(place)
         },
+        carried=("x_BNE",),
+        further=True,
+        summed=("packs_BNP", -1) if settings.experts is not None and settings.experts.balance is not None else None,
+        cuts=tuple(names[1:]),
         before=("embed_tokens",),
         after=("norm", "lm_head"),
         draws=False,

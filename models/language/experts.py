@@ -3,7 +3,7 @@
 A router gives each token scores for all experts, and the token goes to those with the greatest ones. The choice is recorded, so that a
 recomputation in backward sends tokens to the same experts.
 
-Legend: B batch, N tokens of a row, T = B x N tokens, E width, G experts, K experts of a token, R = T x K rows, I hidden width, P packs.
+Legend: B batch, N tokens of a row, T = B x N tokens, E width, G experts, K experts of a token, R = T x K rows, I hidden width, J = 2 x I, P packs.
 """
 
 from __future__ import annotations
@@ -166,6 +166,13 @@ def loads(expert_TK: Tensor, experts: int, counted_T: Tensor | None = None) -> T
     return torch.zeros(experts, device=expert_TK.device).scatter_add_(0, expert_TK.flatten(), ones_TK.flatten())
 
 
+class Part(nn.Module):
+    """Runs a part of a forward; a module, so that the plan can give it a region. Tensors that the part computes with are its arguments."""
+
+    def forward(self, run: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        return run(*args)
+
+
 class Experts(nn.Module):
     """MLPs of which each token uses some; their weights lie one behind the other."""
 
@@ -173,16 +180,25 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(settings.num_experts, 2 * settings.moe_intermediate_size, width))
         self.down_proj = nn.Parameter(torch.empty(settings.num_experts, width, settings.moe_intermediate_size))
+        self.dispatch, self.activation = Part(), Part()
 
     def forward(
         self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor, beside: Callable[..., Tensor] | None = None
     ) -> Tensor:
         """The weighted sum of each token's experts; and of `beside(x_TE)`, an MLP of all tokens, as of `ModelPlan.experts`."""
         order = order_by_expert(expert_TK, len(self.down_proj))
-        hidden_RI = grouped_product(permute(x_TE, order), self.gate_up_proj, order.ends_G)
-        hidden_RI = swiglu(*hidden_RI.chunk(2, dim=-1))
-        weights_R = weights_TK.flatten()[order.order_R]
-        out_RE = grouped_product((hidden_RI * weights_R[:, None]).to(x_TE.dtype), self.down_proj, order.ends_G)
+
+        def up(x_TE: Tensor) -> Tensor:
+            product: Tensor = grouped_product(permute(x_TE, order), self.gate_up_proj, order.ends_G)
+            return product
+
+        def down(hidden_RJ: Tensor, weights_R: Tensor) -> Tensor:
+            hidden_RI = swiglu(*hidden_RJ.chunk(2, dim=-1)) * weights_R[:, None]
+            product: Tensor = grouped_product(hidden_RI.to(x_TE.dtype), self.down_proj, order.ends_G)
+            return product
+
+        hidden_RJ = self.dispatch(up, x_TE)
+        out_RE = self.activation(down, hidden_RJ, weights_TK.flatten()[order.order_R])
         out_TE: Tensor = combine(out_RE, order)
         return out_TE if beside is None else out_TE + beside(x_TE)
 

@@ -37,6 +37,7 @@ def sora_plan(kinds: Sequence[str], heads: int, control: bool = False) -> ModelP
             Block(f"blocks.{place}", "rows" if kind == "temporal" else "columns", tokens)
             for place, kind in enumerate(kinds)
         ),
+        carried=("x_BTSE",),
         before=(*embeddings, "text_norm", "text_in"),
         after=("final",),
         inputs={

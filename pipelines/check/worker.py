@@ -129,12 +129,15 @@ def examine(config: RunConfig, kinds: Sequence[str]) -> WorkerReport:
     with closing(task.data(where).steps(0, len(kinds) + TIME_STEPS)) as steps:
         reports = [_step(config, kind, step, parts, placement) for kind, step in zip(kinds, steps, strict=False)]
         lines, problems = times(steps)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    for others in comm.all_gather_objects(sizes) if placement.mesh.staged else ():
+        sizes |= others
     return WorkerReport(
         steps=reports,
         strategy=placement.strategy,
         held=max(comm.all_gather_objects(sum(local(p).numel() for p in model.parameters()))),
-        parameters=sum(p.numel() for p in model.parameters()),
-        order=[name for name, _ in model.named_parameters()],
+        parameters=sum(sizes.values()),
+        order=list(sizes),
         lines=lines,
         problems=[*problems, *never_crossed(model)],
     )
@@ -194,22 +197,34 @@ def _step(config: RunConfig, kind: str, step: StepData, parts: Assembly, placeme
         clip_norm=clip,
         tensor=placement.layout.tensor,
         weight=step.weight,
+        mesh=placement.mesh,
     )
     hook.remove()
     if clip is not None:  # undone, so that a wrong norm does not make every gradient look wrong
         scale = min(1.0, clip / (result.grad_norm + CLIP_EPS))
         grads = {name: grad / scale for name, grad in grads.items()}
+    by_rank_sums = comm.all_gather_objects({name: float(np.abs(g).sum()) for name, g in grads.items()})
+    if placement.mesh.staged:
+        grads = {name: grad for of_rank in _of_all(grads) for name, grad in of_rank.items()}
     sent: Counter[str] = Counter()
     for one in comm.all_gather_objects({" ".join(what): n for what, n in ledger.since(before).bytes.items() if n}):
         sent.update(one)
     by_rank = [
         [MicroBatchDigest(*one) for one in row] for row in comm.all_gather_objects([_met(batch) for batch in batches])
     ]
-    problems = disagreements(by_rank, config.parallel.together(split=True), config.parallel.together(split=False))
-    problems += other_gradients(comm.all_gather_objects({name: float(np.abs(g).sum()) for name, g in grads.items()}))
+    last = by_rank[-len(by_rank) // config.parallel.pp :]  # every stage reads the same
+    problems = disagreements(last, config.parallel.together(split=True), config.parallel.together(split=False))
+    problems += other_gradients(by_rank_sums, staged=placement.mesh.staged)
     splits = any(shape.splits for shape in step.counts)
     problems += wrong_exchanges(model, config.parallel, placement.layout, kind, splits, list(sent))
     return StepReport(kind, result.loss, result.grad_norm, dict(sent), problems, grads)
+
+
+def _of_all(values: Any) -> list[Any]:
+    """The values of all ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, values)
+    return gathered
 
 
 def whole_gradients(model: nn.Module) -> Arrays:
@@ -250,15 +265,19 @@ def disagreements(by_rank: Sequence[Sequence[MicroBatchDigest]], group: int, ten
     return problems
 
 
-def other_gradients(by_rank: Sequence[dict[str, float]], tolerance: float = 1e-4) -> list[str]:
-    """Lines on ranks whose sums of absolute gradients differ from rank 0's, by parameter, though all should have the same."""
+def other_gradients(by_rank: Sequence[dict[str, float]], tolerance: float = 1e-4, staged: bool = False) -> list[str]:
+    """Lines on ranks whose sums of absolute gradients differ from those of the first of their stage, though all should have the same."""
     first, problems = by_rank[0], []
     least = 1e-3 * max(first.values(), default=0.0)
     for rank, sums in enumerate(by_rank):
+        if sums.keys() != first.keys() and staged:  # a stage of other parameters
+            first = sums
         names = [n for n in first if n not in sums or abs(sums[n] - first[n]) > tolerance * max(abs(first[n]), least)]
         if names:
             problems.append(
-                f"rank {rank} has another gradient of {names[0]} than rank 0 ({len(names)} such parameters)"
+                f"rank {rank} has another gradient of {names[0]} than the first of its stage ({len(names)} such parameters)"
+                if staged
+                else f"rank {rank} has another gradient of {names[0]} than rank 0 ({len(names)} such parameters)"
             )
     return problems
 

@@ -96,8 +96,9 @@ class WeightsAgreement:
     compared while each rank has them whole: as they were built, or as they are drawn. A process alone hashes nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, staged: bool = False) -> None:
         self._drawn: dict[str, str] = {}
+        self._staged = staged  # ranks hold other parameters
 
     def require_same_built(self, models: Mapping[str, nn.Module]) -> None:
         """Compare models by role before they are spread over ranks. Raises UserError on all ranks; a collective call."""
@@ -120,7 +121,10 @@ class WeightsAgreement:
             self._require(facts)
 
     def _require(self, facts: Mapping[str, str]) -> None:
-        require_agreement(facts, "give all of them the same code and the same files of weights")
+        known: dict[str, str] = {}
+        for others in comm.all_gather_objects(dict(facts)) if self._staged else ():
+            known = others | known
+        require_agreement(known | dict(facts), "give all of them the same code and the same files of weights")
 
 
 def _differences(reports: list[Any]) -> str:

@@ -26,6 +26,7 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.recompute.policy import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models.adapters import adapter_values
+from mmspeed.moe.deepep import check_backend
 from mmspeed.parallel import (
     Strategy,
     TokenLayout,
@@ -36,6 +37,7 @@ from mmspeed.parallel import (
     resolve_strategy,
     unwrap,
 )
+from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.run.compiling import EAGER, Compiling, compiling
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.pipelines.tasks import Task
@@ -141,6 +143,8 @@ def place(config: RunConfig, device: Device) -> Placement:
     parallel, world = config.parallel, dist.get_world_size()
     strategy = resolve_strategy(parallel.strategy, world)
     parallel.check_world(world)
+    if parallel.ep_backend == "deepep":
+        check_backend(device.kind)
     if config.host_base and strategy == "none":
         strategy = "fsdp"  # whose groups are brought to the device block by block
     mesh = make_mesh(device, parallel.axis_sizes(sharded=strategy == "fsdp"))
@@ -204,9 +208,7 @@ def assemble(
     averages = {}
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
-    learners = task.learners(
-        updates, models, placement.strategy, optimizers, device.torch_device, placement.mesh.staged
-    )
+    learners = task.learners(updates, models, placement.strategy, optimizers, device.torch_device, placement.mesh)
     rests = None
     if device.kind != "cpu" and any(update.rests for update in updates):
         rests = Rests(learners, models, averages, device.torch_device)
@@ -254,6 +256,11 @@ def _placed(
         raise UserError(
             f"{type(bare).__name__} came without weights, and has neither files of them nor initial_weights to make them"
         )
+    if placement.mesh.staged:
+        if not learns:
+            raise UserError("parallel.pp: a model that does not train is not divided into stages: leave pp at 1")
+        (group,) = placement.mesh.across_stages()
+        cut_into_stages(bare, group, config.parallel.virtual)
     keeping, host = None, learns and config.host_base
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)

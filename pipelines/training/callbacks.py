@@ -9,6 +9,7 @@ from mmspeed.config import RunConfig
 from mmspeed.log import ProgressLine
 from mmspeed.loop.callbacks import Averages, BaseCallback, LearningRate, SentBytes, Sparsity, StepCounts, StepOutcome
 from mmspeed.loop.means import StepMeans
+from mmspeed.loop.pipeline import PipelineRows, PipelineRunner
 from mmspeed.loop.signals import Request, StopSignals
 from mmspeed.loop.step import StepResult
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
@@ -45,8 +46,9 @@ class RunCallbacks:
             *(Averages(ema, parts.models[role], role) for role, ema in parts.averages.items()),
             self.memory,
             self.means,
-            StepCounts(parts.models, layout.experts.size),
+            StepCounts(parts.models, layout.experts.size, run.placement.mesh.staged),
             *run.balances,
+            *(PipelineRows(each.runner) for each in parts.learners if isinstance(each.runner, PipelineRunner)),
             *([SentBytes(layout.ledger)] if layout.size > 1 or layout.experts.size > 1 else []),
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
             events,

@@ -85,7 +85,7 @@ def build_models(config: RunConfig, task: Task, placement: Placement, where: Run
     """The task's models on their devices, with what trains them, the same on all ranks. A collective call."""
     choice = policies_under_budget(config, task, where)
     with Working("building the model", tell=False):
-        weights, bare = WeightsAgreement(), task.build()
+        weights, bare = WeightsAgreement(placement.mesh.staged), task.build()
         weights.require_same_built(bare)
         require_agreement(flat({"base": base_files(bare)}), "give all of them the same files of weights")
         parts = assemble(config, task, bare, placement, where.device, choice, weights.add_drawn, resumed=where.resumed)

@@ -33,9 +33,9 @@ from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import FakeTensorProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, static_bytes, words_of
 from mmspeed.parallel import autocast, make_half
+from mmspeed.parallel.expert_outline import outline_experts
 from mmspeed.parallel.experts import spread_modules
 from mmspeed.pipelines.tasks import Task, make_task
-from mmspeed.pipelines.tuning.expert_outline import outline_experts
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures, weights_of
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
@@ -163,7 +163,7 @@ def plan_memory(
         raise UserError("a plan chooses the computation of MLPs, and memory.mlp_chunk sets it: leave mlp_chunk out")
     parallel, speeds = config.parallel, speeds or DeviceSpeeds()
     world = world or parallel.least_devices
-    if parallel.ep * parallel.etp > 1:
+    if parallel.expert_devices > 1:
         mesh_table(world, parallel.axis_sizes())
     if task is None:
         task = make_task(config)
@@ -176,7 +176,7 @@ def plan_memory(
     if budget is None and config.memory.chooses:
         budget = budget_bytes(config.memory, pick(config.device.kind))
     chosen = None if budget is None else figures.choose(budget)
-    return MemoryPlan(step, figures, alone, speeds, budget, chosen, parallel.ep * parallel.etp)
+    return MemoryPlan(step, figures, alone, speeds, budget, chosen, parallel.expert_devices)
 
 
 def shape_figures(
@@ -282,7 +282,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     shards = (
         max(1, world // parallel.replicas) if sharded else 1
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
-    group, same = parallel.group, max(1, shards // (parallel.ep * parallel.etp))
+    group, same = parallel.group, max(1, shards // parallel.expert_devices)
     if group == shards == 1:
         return _swapped(figures) if config.host_base else figures
 

@@ -65,7 +65,8 @@ class TokenCount:
 def works_of(config: RunConfig, lengths: Mapping[str, Lengths], ranks: Sequence[int] | None = None) -> list[RunWork]:
     """The work of training on sources with documents of so many tokens, on each number of devices in `ranks` (None: of this machine).
 
-    None for a config of another task, for steps that go by measured or counted work, and where there is nothing to train on.
+    None for a config of another task, for steps that go by measured or counted work, and where there is nothing to train on. Raises
+    UserError for devices that experts do not divide.
     """
     if not isinstance(config, LanguageConfig) or config.batching.by not in ("samples", "tokens"):
         return []

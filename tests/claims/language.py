@@ -13,7 +13,7 @@ import argparse
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -52,6 +52,7 @@ class LanguageSetting:
     steps: int = 300
     width: int = 128
     depth: int = 3
+    experts: int = 8
     length: int = 256
     batch: int = 8
     scored: int = 400
@@ -100,7 +101,7 @@ def save_experts(folder: Path, setting: LanguageSetting) -> None:
     make: Any = Qwen3MoeConfig
     config = make(
         vocab_size=VOCABULARY, hidden_size=setting.width, intermediate_size=2 * setting.width, num_hidden_layers=setting.depth,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=setting.width // 4, num_experts=8, num_experts_per_tok=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=setting.width // 4, num_experts=setting.experts, num_experts_per_tok=2,
         moe_intermediate_size=setting.width, norm_topk_prob=True, max_position_embeddings=1024, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
@@ -160,7 +161,9 @@ def trainer_rows(batch: Batch) -> list[dict[str, Tensor]]:
     ]
 
 
-def train_by_trainer(folder: Path, config: LanguageConfig) -> tuple[nn.Module, list[float]]:
+def train_by_trainer(
+    folder: Path, config: LanguageConfig, after_step: Callable[[float], None] = lambda loss: None
+) -> tuple[nn.Module, list[float]]:
     """(the model, losses) of transformers' Trainer on the run's packs."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -176,8 +179,10 @@ def train_by_trainer(folder: Path, config: LanguageConfig) -> tuple[nn.Module, l
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, train) / train.lr)
 
     class Shown(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            line.advance()
+        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:  # type: ignore[override]
+            if "loss" in logs:  # of a step; the last call is of the run
+                line.advance()
+                after_step(float(logs["loss"]))
 
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"), max_steps=train.steps, per_device_train_batch_size=train.batch_size or 1,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.covers import Combination
-from tests.support.language_combinations import DEGREES, SETTINGS, WORLDS, cover, few
+from tests.support.language_combinations import DEGREES, EDGES, KINDS, PLAIN, SETTINGS, WORLDS, cover, few
 from tests.support.language_steps import steps
 from tests.support.spawn import run_ranks
 
@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 
 def hold(case: Combination, ranks: list[dict[str, Any]]) -> None:
     first = ranks[0]
-    assert first["names"] and first["loss"] <= TOLERANCE and first["terms"] <= TOLERANCE, (case, first)
+    assert first["names"] and first["loss"] <= TOLERANCE and first["terms"], (case, first)
     assert first["counts"] and not first["idle gradients"], (case, first)
     for result in ranks:
         assert result["reads"] == ["tolist"] * result["layers"], (case, result)  # one by the host, of each layer's rows
@@ -38,6 +38,7 @@ def hold_all(world: int, wanted: list[Combination], poison: bool) -> list[list[d
     return results
 
 
+@pytest.mark.slow
 def test_the_covers_have_many_combinations_of_all_values() -> None:
     cases = [case for world in WORLDS for case in cover(world)]
     assert sum(int(case["ep"]) * int(case["etp"]) > 1 for case in cases) >= 80
@@ -45,23 +46,23 @@ def test_the_covers_have_many_combinations_of_all_values() -> None:
         assert {case[name] for case in cases} == {*values}, name
 
 
-@pytest.mark.parametrize("poison", [False, True], ids=["plain", "poisoned"])
-def test_a_few_compute_what_one_process_does(poison: bool) -> None:
-    hold_all(2, few(2), poison)
+def test_a_few_compute_what_one_process_does() -> None:
+    hold_all(2, few(2), poison=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("poison", [False, True], ids=["plain", "poisoned"])
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("world", WORLDS)
-def test_all_compute_what_one_process_does(world: int, poison: bool) -> None:
-    """Among them are, by expert parallelism of each kind: processes without tokens or with one, and experts without any."""
-    results = hold_all(world, cover(world), poison)
-    for nodes in (False, True):
-        spread = [
-            ranks
-            for case, ranks in zip(cover(world), results, strict=True)
-            if int(case["ep"]) * int(case["etp"]) > 1 and (case["inner"] != "none") == nodes
-        ]
-        tokens = {rank["tokens"] for ranks in spread for rank in ranks}
-        assert world == 1 or (1 in tokens and any(ranks[0]["idle"] for ranks in spread))
-        assert world < 4 or 0 in tokens
+def test_all_compute_what_one_process_does(world: int, half: int, poison: bool) -> None:
+    hold_all(world, cover(world)[half::2], poison)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("poison", [False, True], ids=["plain", "poisoned"])
+def test_processes_without_tokens_and_experts_without_rows(poison: bool) -> None:
+    rows = [(kind, edge) for kind in KINDS for edge in EDGES]
+    results = hold_all(4, [PLAIN | KINDS[kind] | EDGES[edge][0] for kind, edge in rows], poison)
+    for row, ranks in zip(rows, results, strict=True):
+        _, tokens, idle = EDGES[row[1]]
+        assert min(rank["tokens"] for rank in ranks) == tokens and (ranks[0]["idle"] > 0) == idle, (row, ranks[0])

@@ -13,10 +13,11 @@ FILES = python_files(*CODE, "tests/claims")
 VENDORS = re.compile(r"\b(cuda|npu|nccl|hccl|torch_npu|cudnn|cublas)\b", re.IGNORECASE)
 
 # Where a vendor may be named: the device file, the choices of `device.kind` with their sentences in the schema, the checks of an
-# Ascend installation, the backend files of compute, which pick a fused operator by the kind of device, beside its eager twin; and the
+# Ascend installation, the backend files of compute and moe, which pick an operator by the kind of device, beside its eager twin; and the
 # claim that runs other projects' readers, one of which asks for its device when it is imported.
 VENDOR_FILES = {
     "mmspeed/device.py", "mmspeed/config/device.py", "mmspeed/compute/attention.py", "mmspeed/cli/ascend_checks.py",
+    "mmspeed/moe/deepep.py",
     "tests/claims/adapter_readers.py",
 }  # fmt: skip
 BACKEND_FILE = re.compile(r"mmspeed/compute/((cuda|npu)\w*|sparse/kernels/(npu_kernels|triton_gather|varlen|flex))\.py")

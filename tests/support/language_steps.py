@@ -5,7 +5,6 @@ Used by `tests/ranks/test_language_cover.py`; one spawn of ranks computes many c
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,13 +14,14 @@ from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from mmspeed import replay, rng
-from mmspeed.comm import Axis, even_sizes
+from mmspeed.comm import even_sizes
 from mmspeed.config.language import LanguageConfig
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.data import SampleUse
@@ -37,10 +37,12 @@ from mmspeed.parallel.experts import spread_modules
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
 from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.tasks import Task, as_task
-from mmspeed.plan.traffic import NodeRows, RankCoordinates, Traffic, expert_traffic, hidden_traffic, node_traffic
+from mmspeed.plan.traffic import RankCoordinates, Traffic
 from mmspeed.protocols import Batch
 from tests.support.covers import Combination
 from tests.support.decoder_traffic import DecoderWorkload, PackedWorkload, decoder_traffic, packed_traffic
+from tests.support.expert_traffic import both, sent_far
+from tests.support.expert_traffic import traffic_of as traffic_of_choices
 from tests.support.language_combinations import EXPERTS, KEY_HEADS, PACKS, WAYS
 from tests.support.memory_ways import keeping_of
 from tests.support.sequence_steps import Groups, Still, whole
@@ -56,6 +58,7 @@ ALONE = {
     "etp": "1",
     "edp": "1",
 }
+Grads = dict[str, npt.NDArray[Any]]
 Draws = list[tuple[SampleUse, float]]  # of a micro-batch, with weights
 
 
@@ -84,7 +87,7 @@ class Documents:
 
 
 def packs_named(name: str) -> tuple[Documents, list[PackSample]]:
-    """The documents and the four packs of a kind."""
+    """The documents and the packs of a kind."""
     longest = max(map(sum, PACKS[name]))
     lengths = np.array([length for pack in PACKS[name] for length in pack], dtype=np.int64)
     documents = Documents(lengths, np.zeros(len(lengths), np.bool_), np.zeros(len(lengths), np.int64), ["texts"])
@@ -159,8 +162,8 @@ def nodes_of(case: Combination) -> list[int]:
 class Routes:
     """The experts of this process's tokens, call by call; recomputations are not among them."""
 
-    def __init__(self, model: nn.Module, layout: TokenLayout) -> None:
-        self.layout, self.chosen = layout, list[torch.Tensor]()
+    def __init__(self, model: nn.Module) -> None:
+        self.chosen = list[torch.Tensor]()
         for router in (module for module in model.modules() if isinstance(module, Router)):
             router.register_forward_hook(self._take)
 
@@ -168,57 +171,6 @@ class Routes:
         record = replay._CURRENT.get()
         if record is None or not record.later:
             self.chosen.append(output[1])
-
-    def traffic(self, width: int, hidden: int) -> tuple[Traffic, Traffic]:
-        """The bytes of all calls, by the formulas, and those of them that go to other nodes."""
-        total, far, axis, nodes, etp = Traffic(), Traffic(), self.layout.experts, self.layout.nodes, self.layout.etp
-        for expert_TK in self.chosen:
-            loads_G = torch.bincount(expert_TK.flatten(), minlength=EXPERTS)
-            if nodes is None:
-                sends_P = loads_G.view(axis.size, -1).sum(1)
-                sends, comes = sends_P.tolist(), swapped(sends_P, axis)
-                total += expert_traffic(sends, comes, axis.rank, EXPERTS, width, 4)
-                far += across(sends, comes, axis, width)
-            else:
-                outer, inner = nodes
-                node_TK = expert_TK // (EXPERTS // outer.size)
-                out_O = torch.stack([(node_TK == node).any(1).sum() for node in range(outer.size)])
-                here_OH = torch.stack(swapped(loads_G.view(outer.size, -1), outer))
-                out_I = here_OH.sum(0).view(inner.size, -1).sum(1)
-                comes = swapped(out_I, inner)
-                rows = NodeRows(out_O.tolist(), swapped(out_O, outer), out_I.tolist(), comes, outer.rank, inner.rank)
-                every = node_traffic(rows, EXPERTS, width, expert_TK.shape[1], 4)
-                total += every
-                crossing = [
-                    Counter({k: n for k, n in one.items() if k[1] == "ep_outer"}) for one in vars(every).values()
-                ]
-                far += Traffic(*crossing)
-            if etp.size > 1:
-                come_S, kinds = [torch.zeros(1, dtype=torch.int64) for _ in range(etp.size)], EXPERTS
-                dist.all_gather(come_S, torch.tensor([sum(comes)]), group=etp.group)
-                if nodes is not None:
-                    kinds //= nodes[0].size
-                total += hidden_traffic(
-                    [int(n) for n in come_S], etp.rank, kinds, EXPERTS // axis.size, width, hidden, 4
-                )
-        return total, far
-
-
-def across(sends: list[int], comes: list[int], axis: Axis, width: int) -> Traffic:
-    """The part of the traffic between all processes that goes to other nodes, row by row."""
-    far = [place for place in axis.others() if axis.nodes[place] != axis.nodes[axis.rank]]
-    out, back, row, gate = sum(sends[at] for at in far), sum(comes[at] for at in far), 4 * width, 4
-    counts = {("counts", "ep"): len(far) * 8 * EXPERTS // axis.size}
-    forward = counts | {("dispatch", "ep"): out * (row + gate), ("combine", "ep"): back * row}
-    return Traffic(Counter(forward), Counter({("dispatch", "ep"): back * (row + gate), ("combine", "ep"): out * row}))
-
-
-def swapped(sends_P: torch.Tensor, axis: Axis) -> list[Any]:
-    """What comes from each process of an axis, to which this one sends numbers, or rows of them."""
-    comes_P = sends_P.clone()
-    if axis.size > 1:
-        dist.all_to_all_single(comes_P, sends_P.contiguous(), group=axis.group)
-    return list(comes_P.tolist()) if comes_P.dim() == 1 else list(comes_P)
 
 
 def draws_of(case: Combination, lane: int, lanes: int, share: float) -> list[Draws]:
@@ -291,9 +243,9 @@ def step(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str,
         replicas, shard = {"shards": (1, -1), "replicas": (2, -1), "ddp": (-1, 1)}[case["data"]]
         mesh, layout = groups.of(replicas, shard, parallel, nodes_of(case))
     before = layout.ledger.copy()
-    routes = Routes(model, layout)
+    routes = Routes(model)
     model = parallelize(model, mesh, strategy, layout=layout, keeping=keeping)  # type: ignore[arg-type]
-    optimizer, grads = Still(model.parameters()), dict[str, npt.NDArray[Any]]()
+    optimizer, grads = Still(model.parameters()), Grads()
 
     def keep(*_: Any) -> None:
         grads.update({n: whole(p.grad) for n, p in unwrap(model).named_parameters() if p.grad is not None})
@@ -317,10 +269,11 @@ def step(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str,
         )  # fmt: skip
     sent = layout.ledger.since(before)
     due = sum((traffic_of(settings, batch, parallel, layout) for batch in batches), Traffic())
-    far = Traffic()
-    if len(spread_modules(model)) > 0:
-        assert settings.experts is not None
-        every, far = routes.traffic(settings.hidden_size, settings.experts.moe_intermediate_size)
+    far, experts, spread = Traffic(), settings.experts, len(spread_modules(model))
+    if spread:
+        assert experts is not None
+        sizes = EXPERTS, settings.hidden_size, experts.moe_intermediate_size, 4
+        every, far = traffic_of_choices(routes.chosen, layout, *sizes)
         due += every
     return {
         "loss": result.loss,
@@ -329,15 +282,11 @@ def step(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str,
         "counts": {name: counts.tolist() for name, counts in result.counts.items()},
         "biases": {name: b.tolist() for name, b in unwrap(model).named_buffers() if name.endswith("correction_bias")},
         "sent": {key: count for key, count in sent.bytes.items() if key[0] != "all_reduce" and count},
-        "due": dict(+(due.forward + due.backward)),
-        "sent far": {
-            (kind, axis): n
-            for (kind, axis, link), n in sent.by_link.items()
-            if link == "outer" and axis.startswith("e")
-        },
-        "due far": dict(+(far.forward + far.backward)),
+        "due": both(due),
+        "sent far": sent_far(sent),
+        "due far": both(far),
         "reads": reads,
-        "layers": len(routes.chosen) if spread_modules(model) else 0,
+        "layers": len(routes.chosen) if spread else 0,
         "tokens": min((len(expert_TK) for expert_TK in routes.chosen), default=None),
         "uncrossed": uncrossed(unwrap(model)),
     }
@@ -384,9 +333,13 @@ def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig
     return traffic
 
 
-def gap_of(got: npt.NDArray[Any], true: npt.NDArray[Any], least: float) -> float:
-    """The greatest distance of a gradient, over its largest entry."""
-    return float(np.abs(got - true).max() / max(np.abs(true).max(), least))
+def gaps_of(got: Grads, true: Grads) -> dict[str, float]:
+    """The greatest distance of each gradient, over its largest entry, and at least 1e-3 of that of all; infinite where one is no number."""
+    least = 1e-3 * max((float(np.abs(grad).max()) for grad in true.values()), default=0.0)
+    return {
+        name: float(np.nan_to_num(np.abs(got[name] - grad), nan=np.inf).max() / max(np.abs(grad).max(), least))
+        for name, grad in true.items()
+    }
 
 
 def compared(
@@ -402,16 +355,16 @@ def compared(
     plain = case | ALONE | {"memory": "kept"}
     key = lanes, *sorted(plain.items())
     truth = truths[key] = truths.get(key) or step(plain, 1, groups, lanes)
-    least = 1e-3 * max(float(np.abs(grad).max()) for grad in truth["grads"].values())
     routers = {name: grad for name, grad in truth["grads"].items() if name.endswith(".gate.weight")}
     others = {name: grad for name, grad in truth["grads"].items() if name not in routers}
-    gaps = {name: gap_of(got["grads"][name], grad, least) for name, grad in others.items()}
-    of_routers = {name: gap_of(got["grads"][name], grad, 1e-12) for name, grad in routers.items()}
+    gaps, of_routers = gaps_of(got["grads"], others), gaps_of(got["grads"], routers)
     worst, stacked = max(gaps, key=lambda name: gaps[name]), [name for name in others if ".experts." in name]
     idle = {name: ~truth["grads"][name].any((1, 2)) for name in stacked if truth["grads"][name].ndim == 3}
     return results | {
         "names": got["grads"].keys() == truth["grads"].keys(),
-        "terms": max(abs(got["terms"][name] - value) / max(abs(value), 1e-6) for name, value in truth["terms"].items()),
+        "terms": all(
+            got["terms"][n] == pytest.approx(value, rel=1e-5, abs=1e-9) for n, value in truth["terms"].items()
+        ),
         "loss": abs(got["loss"] / truth["loss"] - 1),
         "counts": got["counts"] == truth["counts"] and got["biases"] == truth["biases"],
         "idle": sum(int(idle_G.sum()) for idle_G in idle.values()),
@@ -428,5 +381,8 @@ OF_ALL = ("sent", "due", "sent far", "due far", "reads", "layers", "tokens", "un
 def steps(world: int, cases: list[Combination], poison: bool) -> list[dict[str, Any]]:
     """The steps of many cases, each beside one process. `poison`: memory that is not written is NaN."""
     assert not poison or poisons()
-    groups, truths = Groups(), dict[Any, dict[str, Any]]()
-    return [compared(case, world, groups, truths, poison) for case in cases]
+    groups, truths, results = Groups(), dict[Any, dict[str, Any]](), []
+    for case in cases:
+        results.append(compared(case, world, groups, truths, poison))
+        groups.forget()
+    return results

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from mmspeed import rng
 from mmspeed.comm import Ledger
@@ -229,6 +231,16 @@ class Groups:
         if (sizes, parallel) not in self.layouts:
             self.layouts[sizes, parallel] = make_layout(self.meshes[sizes], parallel, nodes=nodes)
         return self.meshes[sizes], self.layouts[sizes, parallel]
+
+    def forget(self) -> None:
+        """End the groups of all meshes: each has threads of its own, thousands where layouts are many, which wake often."""
+        _clear_sharding_prop_cache()  # has the meshes of results, and would return them for equal ones
+        _gen_transform_infos.cache_clear()
+        self.meshes.clear()
+        self.layouts.clear()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group not in (dist.group.WORLD, self.alone):
+                dist.destroy_process_group(group)
 
 
 def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:

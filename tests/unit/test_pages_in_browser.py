@@ -38,11 +38,14 @@ def run_page(folder: Path) -> Path:
     }  # fmt: skip
     rates |= {"peak_memory_bytes": 3.2e10, "peak_tflops": 989.0}
     parts = {"by_bucket": {"13x96x160": 1.5, "1x96x160": 1.0}, "by_quarter": [1.0, 1.2, 1.4, 2.0]}
+    layer = "model.a_role_with_a_long_name.layers.2.mlp.gate"
+    loads = {name: {"by_layer": [1.2, 2.5, 1.1], "worst": layer} for name in ("expert_load", "rank_load")}
+    loads["waits"] = {"experts": [0.1, 0.0], "end": [0.05, 0.0]}
     named = {"peak_source": "data sheet of a device with a long name", "terms": {"velocity": 1.0, "balance": 0.1}}
     rows = [
         {
             "kind": "train", "step": step, "loss": 2.0 / step, "ranks": ranks, "slow_ranks": slow, **rates, **parts,
-            **named,
+            **named, **loads,
         }
         for step in (10, 20, 30)
     ]  # fmt: skip

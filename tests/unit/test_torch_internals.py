@@ -212,6 +212,7 @@ def test_faketensormode() -> None:
     with internals.FakeTensorMode():
         actual = torch.zeros(1 << 40) + 1
     assert actual.shape == (1 << 40,) and actual.device.type == "cpu"
+    assert internals.is_fake(actual) and not internals.is_fake(torch.zeros(1))
 
 
 def test_is_traceable_wrapper_subclass() -> None:

@@ -13,6 +13,7 @@ from mmspeed.device import Device, pick
 from mmspeed.errors import UserError, nearest
 from mmspeed.version import __version__
 
+from .experts import expert_checks
 from .kernels import dense_checks
 from .noise import noise_checks
 from .operators import operator_checks
@@ -27,7 +28,7 @@ CheckMaker = Callable[[Device, bool], Iterator[Check]]
 PARTS: dict[str, tuple[CheckMaker, ...]] = {
     "noise": (noise_checks,),
     "kernels": (dense_checks, sparse_checks, operator_checks),
-    "rates": (rate_checks,),
+    "rates": (rate_checks, expert_checks),
     "swap": (swapping_checks,),
     "steps": (step_checks,),
 }

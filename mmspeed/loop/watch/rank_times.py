@@ -2,7 +2,7 @@
 
 On CPU a thread that waits for a message sleeps, so its computing time is the time in which it ran or wanted to run; Linux counts both
 (`/proc/thread-self/schedstat`). On an accelerator device events around each forward are read with the row; a wait for other ranks
-inside of a forward (sharded weights, split sequences) counts as computing there, and exchanges have no time of their own.
+inside of a forward (sharded weights, split sequences) counts as computing there, and exchanges have no time beside `waits`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from .knapsack import Option, choose, least_room, peak_of
 
 BRANCHES = ("attention", "cross_attention", "mlp")
 SMALL: ActivationPolicies = {"norm": "recompute", "activation": "recompute"}
+OF_EXPERTS: tuple[ActivationPolicy, ...] = ("recompute", "offload_recompute")  # of rows that a product takes
+INNER = ("dispatch", "experts")  # parts of an MLP, beside which it has no way of its own
 WAYS: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload_recompute", "offload_selective", "offload")
 UNITS = 1 << 14  # of the room: bytes are rounded up to such a unit where an exact choice would take long
 
@@ -33,25 +35,27 @@ def single_policies(spans: Sequence[str], with_swap: bool) -> list[ActivationPol
     each = [way for way in WAYS if with_swap or not way.startswith("offload")]
     policies: list[ActivationPolicies] = [{}, *({"block": way} for way in each)]
     policies += [{span: way} for span in BRANCHES if span in spans for way in each]
+    policies += [{span: way} for span in INNER if span in spans for way in each if way in OF_EXPERTS]
     if all(span in spans for span in SMALL):
         policies.append(SMALL)
     return policies
 
 
 def combinations(singles: Sequence[Option]) -> list[Option]:
-    """All options of a block, from the figures of each single way: figures of branches add up.
+    """All options of a block, from the figures of each single way: figures of branches, and of parts of an MLP, add up.
 
     `kept`, `host` and `seconds` are then right. The peaks are not known yet, and are those of the first single.
     """
     plain = next(option for option in singles if not option.ways)
     branches: dict[str, list[Option]] = {}
     for option in singles:
-        if len(option.ways) == 1 and next(iter(option.ways)) in BRANCHES:
+        if len(option.ways) == 1 and next(iter(option.ways)) in (*BRANCHES, *INNER):
             branches.setdefault(next(iter(option.ways)), []).append(option)
-    options = [option for option in singles if not option.ways or not set(option.ways) <= set(BRANCHES)]
+    options = [option for option in singles if not option.ways or not set(option.ways) <= {*BRANCHES, *INNER}]
     for taken in product(*([plain, *own] for own in branches.values())):
         changed = [option for option in taken if option.ways]
-        if changed:
+        names = {name for option in changed for name in option.ways}
+        if names and not ("mlp" in names and names & {*INNER}):
             options.append(
                 replace(
                     plain,

@@ -94,7 +94,8 @@ def runners_of(module: nn.Module) -> list[RegionRunner]:
 
 def regions_of(block: nn.Module) -> tuple[str, ...]:
     """The names of a block's regions, without `block` itself; none for a block that declares none."""
-    return tuple(parts_of(block).regions)
+    parts = parts_of(block)
+    return tuple(name for name in parts.regions if region_modules(block, name, parts))
 
 
 def region_runner(
@@ -167,7 +168,10 @@ def _serves_for(name: str) -> str:
 
 
 def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None) -> list[nn.Module]:
-    """The modules of a block's region. Raises UserError for a region that the block lacks, or a small one that is no preparing layer."""
+    """The modules of a block's region, none where it is optional and not here.
+
+    Raises UserError for a region that the block lacks, or a small one that is no preparing layer.
+    """
     parts = parts_of(block) if parts is None else parts
     if name not in parts.regions:
         known = ("block", *parts.regions)
@@ -177,7 +181,9 @@ def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None)
         )
     region: Region = parts.regions[name]
     modules = [
-        module for pattern in region.modules for _, module in modules_like(block, pattern, f"plan, region {name!r}")
+        module
+        for pattern in region.modules
+        for _, module in modules_like(block, pattern, f"plan, region {name!r}", region.optional)
     ]
     for module in modules:
         check_adapter(module, f"memory.activation_policy: region {name!r} of {type(block).__name__}")

@@ -371,6 +371,7 @@ def make_layout(
         text_from=parallel.shard_text,
         experts=of_experts(AxisName.EP),
         etp=of_experts(AxisName.ETP),
+        ep_backend=parallel.ep_backend,
         nodes=None
         if mesh.nodes is None
         else (

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mmspeed.comm import Axis, Ledger, even_sizes
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
@@ -74,7 +74,7 @@ class TokenLayout:
         shard: the crossing dim of a factorised model.
         text_from: captions of at least so many tokens are split too, in models where they may stay whole; None: none is.
         experts: processes that hold different experts. nodes: the same as (nodes, those of a node), where a token crosses to a node once.
-        etp: processes that hold parts of the same experts.
+        etp: processes that hold parts of the same experts. ep_backend: what sends tokens to experts.
     """
 
     axes: SequenceAxes = field(default_factory=SequenceAxes.alone)
@@ -87,6 +87,7 @@ class TokenLayout:
     experts: Axis = field(default_factory=lambda: Axis.alone("ep"))
     nodes: tuple[Axis, Axis] | None = None
     etp: Axis = field(default_factory=lambda: Axis.alone("etp"))
+    ep_backend: Literal["collective", "deepep"] = "collective"
 
     @property
     def spreads_experts(self) -> bool:

@@ -151,7 +151,7 @@ def check_block(block: nn.Module, plan: ModelPlan) -> None:
         if not part.modules:
             raise UserError(f"plan: region {region!r} names no modules")
         for pattern in part.modules:
-            for name, module in modules_like(block, pattern, f"plan, region {region!r}"):
+            for name, module in modules_like(block, pattern, f"plan, region {region!r}", part.optional):
                 check_adapter(module, f"plan: region {region!r}, {described(name, module)}")
     for chunk in plan.chunks:
         for pattern in filter(None, (chunk.up, chunk.down, chunk.expands)):

@@ -36,6 +36,7 @@ from mmspeed.models.language.weights import on_meta, write_folder
 from mmspeed.parallel.experts import check_experts
 from mmspeed.parallel.tensor import check_heads
 from mmspeed.pipelines.domains.small import shrunk_size, small_adapter, small_base, value_off_start
+from mmspeed.plan.schedules import check_stages
 from mmspeed.protocols import SmallRun
 
 SYNTHETIC = "synthetic"  # the only source
@@ -50,6 +51,7 @@ def small_language(config: LanguageConfig, settings: DecoderSettings, folder: Pa
     parallel, train = config.parallel, config.train
     check_heads(settings.num_attention_heads, parallel.ulysses, parallel.tp, settings.num_key_value_heads)
     check_experts(parallel, "the model", *settings.expert_sizes)
+    check_stages(settings.num_hidden_layers, parallel.pp, parallel.virtual)
     small, remarks, device = shrunk_settings(settings, parallel), list[str](), config.device
     tokens = max(TOKENS, 8 * parallel.group + 5)
     packs = math.prod(parallel.sizes().values()) // parallel.group + 1
@@ -101,9 +103,11 @@ def shrunk_settings(settings: DecoderSettings, parallel: ParallelConfig) -> Deco
             num_experts=math.lcm(experts.num_experts, parallel.ep),
             moe_intermediate_size=hidden + -hidden % same,
         )
+    blocks = max(twin.num_hidden_layers, parallel.pp * parallel.virtual)
     return replace(
         twin,
         experts=experts,
+        num_hidden_layers=blocks,
         num_attention_heads=ratio * key_heads,
         num_key_value_heads=key_heads,
         intermediate_size=shrunk_size(settings.intermediate_size, tp, twin.intermediate_size),

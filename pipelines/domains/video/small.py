@@ -58,8 +58,8 @@ def shrunk_latent(latent: Latent, patch: Latent, sequence: int, tensor: int) -> 
     return t * patch[0], h * patch[1], w * patch[2]
 
 
-def shrunk_model(model: SoraDiTConfig, tensor: int) -> ModelConfig:
-    """A section that builds a model of few narrow blocks with the arrangement, heads and patch of `model`."""
+def shrunk_model(model: SoraDiTConfig, tensor: int, stages: int = 1) -> ModelConfig:
+    """A section that builds a model of few narrow blocks, at least `stages`, with the arrangement, heads and patch of `model`."""
     width = model.heads * HEAD_WIDTH
     hidden = shrunk_size(model.hidden, tensor, 2 * width)
     full = model.arrangement == "full"
@@ -67,7 +67,7 @@ def shrunk_model(model: SoraDiTConfig, tensor: int) -> ModelConfig:
         size="nano",
         arrangement=model.arrangement,
         width=width,
-        depth=min(model.depth, 2) if full else shrunk_size(model.depth, 2, min(model.depth, 3)),
+        depth=max(stages, min(model.depth, 2) if full else shrunk_size(model.depth, 2, min(model.depth, 3))),
         heads=model.heads,
         mlp_ratio=(hidden + 0.5) / width,  # half a unit more, so that it is not rounded down below
         patch=model.patch,
@@ -108,7 +108,8 @@ def small_sora(config: Config, folder: Path) -> SmallRun:
     """
     strides, remarks = known_strides(config)
     model = resolve_config(sora_section(config, "this check"), CHANNELS, TEXT_WIDTH)
-    section = shrunk_model(model, config.parallel.together(split=False))
+    parallel = config.parallel
+    section = shrunk_model(model, parallel.together(split=False), parallel.pp * parallel.virtual)
     if model.sparse is not None:
         remarks += [
             "attention is dense in this check: over a ring, sparse attention has other plans than in one process"

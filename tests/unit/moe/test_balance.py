@@ -88,6 +88,31 @@ def test_plans(ranks: int, nodes: int, each: int, seed: int, drift: float, most:
     assert plan_shares(load, new, ranks, most, nodes, price=int(load.sum()) + 1) == [[], [], []]
 
 
+@pytest.mark.parametrize(
+    ("load", "ranks", "wanted"),
+    [
+        ([100, 20, 20, 20], 4, [Share(0, 0, to, 20 * WHOLE // 100) for to in (1, 2, 3)]),
+        ([60, 60, 60, 40, 10, 10], 3, [Share(0, 0, 2, 40 * WHOLE // 60)]),  # the second process finds no room
+        ([70, 65, 20, 10, 20, 10], 3, [Share(0, 0, 1, WHOLE // 2), Share(1, 0, 2, 35 * WHOLE // 65)]),
+    ],
+)
+def test_shares_of_small_loads(load: list[int], ranks: int, wanted: list[Share]) -> None:
+    assert plan_shares(np.array([load]), first_places(1, len(load)), ranks, 9) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("load", "ranks", "wanted"),
+    [
+        ([120, 0, 60, 50, 10, 10, 10, 10], 4, [120, 60, 70, 20]),  # no swap helps the fullest, so the next has its turn
+        ([600, 430, 595, 375], 2, [1030, 970]),  # the best swap gains too little
+        ([600, 430, 585, 385], 2, [1015, 985]),
+    ],
+)
+def test_swaps_of_small_loads(load: list[int], ranks: int, wanted: list[int]) -> None:
+    load_1G, place_1G = np.array([load]), first_places(1, len(load))
+    assert rank_loads(load_1G, rearrange(load_1G, place_1G, ranks), ranks).tolist() == [wanted]
+
+
 @pytest.mark.parametrize(("senders", "tokens"), [(1, 4000), (3, 500), (8, 1), (64, 2)])
 def test_senders_divide_rows_alone_and_right_together(senders: int, tokens: int) -> None:
     ranks, each = 4, 2
@@ -102,7 +127,7 @@ def test_senders_divide_rows_alone_and_right_together(senders: int, tokens: int)
         order, slot_TK = order_by_slot(expert_TK, to, 8, sender, senders)
         assert (to.expert_S[slot_TK] == expert_TK).all()
         slot_R = slot_TK.flatten()[order.order_R]
-        assert slot_R.tolist() == sorted(slot_R.tolist()) and order.order_R[order.place_R].tolist() == list(
+        assert slot_R.tolist() == sorted(slot_R.tolist()) and order.order_R[order.place_TK].flatten().tolist() == list(
             range(tokens * 3)
         )
         count_S = torch.bincount(slot_R, minlength=len(total_S))
@@ -132,6 +157,7 @@ def test_forecasts_follow_the_best_way_of_each_layer_and_resume() -> None:
         trend = np.array([100, 200, 8000, 300]) + step * np.array([80, 40, -60, 0])
         error = forecast.observe(np.stack((walk, noisy, trend)))
     assert forecast.error_WL.argmin(0).tolist() == [0, 1, 2] and 0 < error < 0.2
+    assert np.abs(forecast.predict()[2] - trend - [80, 40, -60, 0]).max() < 9
     resumed = LoadForecast(3, 4)
     resumed.load_state_dict(forecast.state_dict())
     for each in (forecast, resumed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,11 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed import rng
 from mmspeed.comm import Axis, Ledger
+from mmspeed.config.memory import ActivationPolicy
+from mmspeed.memory import ActivationPolicies, set_policies
 from mmspeed.mixin import mix_in
 from mmspeed.models.language.experts import ExpertMlp
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.moe.dispatch import FlatDispatcher
 from mmspeed.parallel.experts import SpreadExperts
+from mmspeed.protocols.plan import BlockParts, Region
 from tests.support.clock import ReckonedGroup
 
 RANKS, EXPERTS, CHOICES, TOKENS, WIDTH, HIDDEN = 4, 8, 2, 256, 32, 48
@@ -41,8 +44,8 @@ class SharedProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def spread_mlp() -> tuple[ExpertMlp, ReckonedGroup]:
-    """Experts of which a process holds a part, and the group in which a byte takes a second."""
+def spread_mlp() -> tuple[ExpertMlp, ReckonedGroup, Ledger]:
+    """Experts of which a process holds a part, the group in which a byte takes a second, and the bytes."""
     settings = replace(tiny_twin(SHAPES["deepseek-v3"].settings), hidden_size=WIDTH)
     assert settings.experts is not None
     of_experts = replace(
@@ -52,34 +55,64 @@ def spread_mlp() -> tuple[ExpertMlp, ReckonedGroup]:
     mlp, group = ExpertMlp(settings, of_experts), ReckonedGroup(1.0, RANKS)
     for name, p in mlp.named_parameters():
         p.data.copy_(rng.normal(p.shape, 3, name) * 0.1)
-    axis = Axis("ep", group, RANKS, 0, Ledger())  # type: ignore[arg-type]
+    vars(mlp)["block_parts"] = BlockParts(
+        {"dispatch": Region(("experts.dispatch",)), "experts": Region(("experts.activation",))}, draws=False
+    )
+    counted = Ledger()
+    axis = Axis("ep", group, RANKS, 0, counted)  # type: ignore[arg-type]
     spread = mix_in(mlp.experts, SpreadExperts, rename=False)
     spread._dispatcher, spread._joined = FlatDispatcher(axis, EXPERTS), {}
-    return mlp, group
+    return mlp, group, counted
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_95_percent_of_dispatch_and_combine_are_hidden_behind_the_shared_experts_products(overlaps: bool) -> None:
-    mlp, group = spread_mlp()
+@dataclass(frozen=True)
+class Passed:
+    """Seconds that messages add to a forward and to a backward pass, over those of the messages; events, gradients and bytes."""
+
+    shares: tuple[float, float]
+    events: list[str]
+    grads: list[Tensor]
+    sent: dict[tuple[str, str], int]
+
+
+def passed(overlaps: bool = True, ways: ActivationPolicies | None = None) -> Passed:
+    """Both passes over experts and a shared one."""
+    mlp, group, counted = spread_mlp()
+    set_policies(mlp, ways or {})
     x_TE = rng.normal((TOKENS, WIDTH), 4, "tokens").requires_grad_()
     gates_TK = torch.full((TOKENS, CHOICES), 0.5, requires_grad=True)
     expert_TK = torch.arange(TOKENS * CHOICES).view(TOKENS, CHOICES) % EXPERTS
+    clock, shared = group.clock, mlp.shared_experts
     with SharedProducts(group, mlp, x_TE):
         if overlaps:
-            out_TE = mlp.experts(x_TE, gates_TK, expert_TK, mlp.shared_experts)
+            out_TE = mlp.experts(x_TE, gates_TK, expert_TK, shared)
         else:
-            out_TE = mlp.experts(x_TE, gates_TK, expert_TK) + mlp.shared_experts(x_TE)
-        clock = group.clock
+            out_TE = mlp.experts(x_TE, gates_TK, expert_TK) + shared(x_TE)
         forward, of_messages = clock.now - clock.seconds["compute"], clock.copying
         out_TE.square().sum().backward()
     back = clock.now - clock.seconds["compute"] - forward
     shares = forward / of_messages, back / (clock.copying - of_messages)
-    counts, first, last = ["issue", "wait"], ["compute"] * 2, ["compute"]  # a product and two of its gradients
-    if overlaps:
-        assert max(shares) <= 0.05
-        there_and_back = ["issue", *first, "wait", "issue", *last, "wait"]
-        assert group.events == [*counts, *there_and_back, "issue", *last * 2, "wait", "issue", *first * 2, "wait"]
-    else:
-        assert shares == pytest.approx((1, 1))
-        assert group.events == [*counts * 3, *first, *last, *last * 2, *first * 2, *counts * 2]
-    assert all(p.grad is not None for p in (*mlp.experts.parameters(), *mlp.shared_experts.parameters()))
+    grads = [p.grad for p in (x_TE, gates_TK, *mlp.experts.parameters(), *shared.parameters())]
+    return Passed(shares, group.events, [grad for grad in grads if grad is not None], dict(counted.bytes))
+
+
+COUNTS, FIRST, LAST = ["issue", "wait"], ["compute"] * 2, ["compute"]  # in backward two products for each
+THERE_AND_BACK = ["issue", *FIRST, "wait", "issue", *LAST, "wait"]
+OVERLAPPED = [*COUNTS, *THERE_AND_BACK, "issue", *LAST * 2, "wait", "issue", *FIRST * 2, "wait"]
+
+
+def test_95_percent_of_dispatch_and_combine_are_hidden_behind_the_shared_experts_products() -> None:
+    beside, series = passed(), passed(overlaps=False)
+    assert max(beside.shares) <= 0.05 and beside.events == OVERLAPPED
+    assert series.shares == pytest.approx((1, 1))
+    assert series.events == [*COUNTS * 3, *FIRST, *LAST, *LAST * 2, *FIRST * 2, *COUNTS * 2]
+    assert len(beside.grads) == 7 and beside.sent == series.sent
+    for one, other in zip(beside.grads, series.grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("way", ["recompute", "selective"])
+def test_rows_of_experts_that_are_made_again_are_not_sent_again(way: ActivationPolicy) -> None:
+    plain, again = passed(), passed(ways={"dispatch": way, "experts": way})
+    assert again.sent == plain.sent and again.events == OVERLAPPED
+    assert all(map(torch.equal, again.grads, plain.grads))

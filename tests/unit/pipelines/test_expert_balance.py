@@ -111,6 +111,8 @@ def test_loads_are_those_of_real_tokens_and_their_spread_is_in_the_metrics(whole
         )
         assert spread["median"] == pytest.approx(float(shares.quantile(0.5)), rel=1e-5)
         assert spread["worst"].removeprefix("model.") in loads
+        highest = [float((load_G / load_G.mean()).max()) for load_G in loads.values()]
+        assert spread["by_layer"] == pytest.approx(highest, abs=1e-3)
 
 
 def test_recomputation_counts_once(whole: tuple[Path, Biases], tmp_path: Path) -> None:

@@ -99,3 +99,18 @@ def test_texts_are_counted_before_there_is_a_cache(tmp_path: Path, capsys: pytes
     assert how == "by the first texts"
     assert tokens + 40 == pytest.approx(built.tokens, rel=0.05)  # an end behind each document
     assert epochs == pytest.approx(task.data(ALONE).locate(399).epoch + 1, rel=0.15)
+
+
+def test_experts_over_devices_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exchange that is shorter, the memory at even loads, and numbers of devices that do not divide."""
+    settings = language_config(tmp_path, "model={shape: tiny-qwen3-30b-a3b}")
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(settings))
+    capsys.readouterr()
+    assert main(["check", str(file), "parallel.ep=4", "parallel.ep_inner=2"]) == 0
+    said = capsys.readouterr().out
+    assert "on 2 nodes of 2; without parallel.ep_inner it would send" in said
+    assert "estimated from shapes" in said and "experts over 4 devices: counted with even loads" in said
+    assert "training on 4 devices" in said
+    assert main(["check", str(file), "parallel.ep=4", "--ranks", "6"]) == 1
+    assert "ep 4 does not divide the 6 devices that share one copy" in capsys.readouterr().err

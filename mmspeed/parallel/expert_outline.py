@@ -15,9 +15,10 @@ from mmspeed.comm import Axis, RowCounts, even_sizes
 from mmspeed.compute.operators.permutation import ExpertOrder
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
-from mmspeed.parallel import TokenLayout
-from mmspeed.parallel.experts import SpreadExperts, spread_experts, spread_modules
 from mmspeed.plan.traffic import EvenRouting
+
+from .boundaries.layout import TokenLayout
+from .experts import spread_experts, spread_modules
 
 
 class _LoneAxis(Axis):
@@ -33,9 +34,8 @@ def _axis(name: AxisName, size: int) -> Axis:
 
 def _even(rows: int, axis: Axis, etp: Axis, experts: int) -> tuple[RowCounts, Tensor]:
     """Rows by process, and room for those that come to each of `etp` by process and expert."""
-    sizes, kinds = even_sizes(rows, axis.size), even_sizes(rows * etp.size, experts)
-    come_SPL = torch.empty(etp.size, axis.size, experts, dtype=torch.int64)
-    return RowCounts(sizes, sizes, (rows,) * etp.size, kinds), come_SPL
+    sizes, come_SPL = even_sizes(rows, axis.size), torch.empty(etp.size, axis.size, experts, dtype=torch.int64)
+    return RowCounts(sizes, sizes, (rows,) * etp.size, even_sizes(rows * etp.size, experts)), come_SPL
 
 
 class EvenDispatcher(FlatDispatcher):
@@ -50,22 +50,21 @@ class EvenNodeDispatcher(HierarchicalDispatcher):
 
     def _counts(self, goes_TO: Tensor, expert_TK: Tensor, slots: int) -> tuple[RowCounts, RowCounts, Tensor]:
         (tokens, choices), nodes, inner = expert_TK.shape, self.outer.size, self.inner.size
-        crossing = (math.ceil(tokens * EvenRouting(self.experts, choices).reaches(nodes)),) * nodes
+        each = math.ceil(tokens * EvenRouting(self.experts, choices).reaches(nodes))
         by_inner = _even(tokens * choices, self.inner, self.etp, slots // nodes // inner)
-        return RowCounts(crossing, crossing), *by_inner
+        return RowCounts((each,) * nodes, (each,) * nodes), *by_inner
 
 
 def outline_experts(model: nn.Module, parallel: ParallelConfig) -> None:
     """Leave a model the experts of one process, in place. Raises UserError as `spread_experts`."""
-    if parallel.ep * parallel.etp == 1:
+    if parallel.expert_devices == 1:
         return
     ep, etp, inner = parallel.ep, _axis(AxisName.ETP, parallel.etp), parallel.ep_inner
     nodes = None if inner is None else (_axis(AxisName.EP_OUTER, ep // inner), _axis(AxisName.EP_INNER, inner))
     spread_experts(model, None, TokenLayout(experts=_axis(AxisName.EP, ep), etp=etp, nodes=nodes))
     for module in spread_modules(model):
-        assert isinstance(module, SpreadExperts)
         known = module._dispatcher
-        if isinstance(known, FlatDispatcher):
-            module._dispatcher = EvenDispatcher(known.axis, known.experts, etp)
+        if nodes is None:
+            module._dispatcher = EvenDispatcher(module._axis, known.experts, etp)
         else:
-            module._dispatcher = EvenNodeDispatcher(known.outer, known.inner, known.experts, etp)
+            module._dispatcher = EvenNodeDispatcher(*nodes, known.experts, etp)

@@ -1,0 +1,170 @@
+"""Run a step of a pipeline: the stages of this process of a table, on torch's runtime, behind the interface of every runner.
+
+Micro-batches may have shapes of their own, and any number of them makes a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmspeed.errors import UserError
+from mmspeed.mesh import Mesh
+from mmspeed.parallel import Strategy
+from mmspeed.parallel.stages import Stages, everywhere, stages_of
+from mmspeed.parallel.tensor import local
+from mmspeed.plan.schedules import Action, interleaved
+from mmspeed.plan.simulate import reckoned
+from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
+from mmspeed.torch_internals import PipelineActions, is_fully_sharded
+
+from .callbacks import BaseCallback
+from .runner import Call, Runner, RunRecord, SequentialRunner, TermsOf, noted
+
+
+class PipelineRunner:
+    """The runner of a model in stages. `more`: forward passes before the first backward beyond those that the table needs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        virtual: int,
+        more: int = 0,
+    ) -> None:
+        self.model, self.stages, self.group, self.device = model, stages, group, device
+        self.virtual, self.more = virtual, more
+        self.batches = 0  # micro-batches of the last step
+        self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
+
+    def run(
+        self, call: Call, terms: TermsOf, batches: MicroBatches, divisors: Divisors, weight: float = 1.0
+    ) -> RunRecord:
+        record, window = RunRecord(), _Window(batches, self.virtual)
+
+        def forward(stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
+            batch = window.take(number)
+            out = self.stages.run_stage(stage, came, lambda: call(batch))
+            if stage < self.stages.count - 1:
+                return out
+            return noted(record, batch, terms(out), divisors, weight)
+
+        self._synchronize(False)
+        left = [len(self.stages.own)]
+
+        def last(stage: int) -> None:
+            left[0] -= 1
+            self._synchronize(True, stage, whole=left[0] == 0)
+
+        actions, self.batches = self._actions(len(batches)), len(batches)
+        try:
+            actions.run(forward, lambda number: self.stages.shapes(lambda: call(window.look(number))), last)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
+                raise error.__cause__ from None
+            raise
+        self._sum_everywhere()
+        return record
+
+    def _actions(self, count: int) -> PipelineActions:
+        if count not in self._known:
+            ranks = dist.get_world_size(self.group)
+            table = interleaved(ranks, self.virtual, count, self.more)
+            rows = {rank: [_named(action) for action in row] for rank, row in enumerate(table)}
+            travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
+            self._known[count] = PipelineActions(
+                rows, self.stages.own, self.stages.count, count, travels, self.device, self.group
+            )
+        return self._known[count]
+
+    @cached_property
+    def _blocks(self) -> dict[int, list[nn.Module]]:
+        """The blocks of each stage of this process."""
+        held = iter(block for _, block in blocks_of(self.model))
+        return {stage: [next(held) for _ in self.stages.bounds[stage]] for stage in self.stages.own}
+
+    def _synchronize(self, on: bool, stage: int | None = None, whole: bool = True) -> None:
+        """Let gradients be summed over shards in the backward passes to come: of the blocks of a stage, and of what is outside of blocks."""
+        for number, blocks in self._blocks.items():
+            for block in blocks if stage in (None, number) else ():
+                if is_fully_sharded(block):
+                    block.set_requires_gradient_sync(on)
+        if whole and is_fully_sharded(self.model):
+            self.model.set_requires_gradient_sync(on, recurse=False)
+
+    @torch.no_grad()
+    def _sum_everywhere(self) -> None:
+        """Sum, over stages, the gradients of parameters that all of them hold."""
+        shared = [p for _, p in sorted(everywhere(self.model), key=lambda pair: pair[0]) if p.requires_grad]
+        for parameter in shared:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for dtype in sorted({p.dtype for p in shared}, key=str):
+            parts = [local(p.grad) for p in shared if p.grad is not None and p.dtype == dtype]
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat, group=self.group)
+            for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(summed.view_as(part))
+
+
+def _named(action: Action) -> tuple[str, int, int]:
+    return "F" if action.kind == "forward" else "B", action.stage, action.batch
+
+
+class _Window:
+    """The micro-batches of a step, read as they are needed and dropped after their last stage here."""
+
+    def __init__(self, batches: MicroBatches, stages: int) -> None:
+        self._coming: Iterator[Batch] = iter(batches)
+        self._read = 0
+        self._held: dict[int, list[Any]] = {}  # (batch, stages left)
+        self._stages = stages
+
+    def look(self, number: int) -> Batch:
+        """A micro-batch that is still to be computed."""
+        while self._read <= number:
+            self._held[self._read] = [next(self._coming), self._stages]
+            self._read += 1
+        batch: Batch = self._held[number][0]
+        return batch
+
+    def take(self, number: int) -> Batch:
+        """A micro-batch, for one stage."""
+        batch = self.look(number)
+        self._held[number][1] -= 1
+        if not self._held[number][1]:
+            del self._held[number]
+        return batch
+
+
+class PipelineRows(BaseCallback):
+    """Tells of the last step's pipeline: its micro-batches, and the share of the step for which the busiest process stands still.
+
+    The share is reckoned: of equal stages, whose backward passes take twice as long as the forward ones.
+    """
+
+    def __init__(self, runner: PipelineRunner) -> None:
+        self.runner = runner
+
+    def row(self) -> dict[str, Any]:
+        runner = self.runner
+        if not runner.batches:
+            return {}
+        step = reckoned(dist.get_world_size(runner.group), runner.virtual, runner.batches, runner.more)
+        return {"pipeline": {"micro_batches": runner.batches, "bubble": round(step.idle, 4)}}
+
+
+def runner_of(model: nn.Module, strategy: Strategy, device: torch.device, mesh: Mesh | None) -> Runner:
+    """The runner of a model's micro-batches: one after another, or through its stages."""
+    stages = stages_of(model)
+    if stages is None or mesh is None:
+        return SequentialRunner(model, strategy)
+    (group,) = mesh.across_stages()
+    return PipelineRunner(model, stages, group, device, len(stages.own))

@@ -1,0 +1,312 @@
+"""Pipeline stages of a model: which blocks a process computes, what travels between stages, and what each stage computes for itself.
+
+A process keeps the blocks of its own stages, under their own names; a stand-in takes the place of every other one. A call of the model is
+made for one stage: blocks before it pass by, the block right before it gives what has come, and the block behind it ends the call. So a
+model needs no change. Modules outside of blocks run in each stage; those behind the last block (`ModelPlan.after`) in the last one alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmspeed.errors import UserError
+from mmspeed.mixin import mix_in
+from mmspeed.plan.schedules import check_stages, rank_of, stage_bounds
+from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, kept_plan, plan_of
+from mmspeed.torch_internals import tree_map_only
+
+
+class HandedOver(BaseException):  # noqa: N818 -- no error: nothing between here and the runner may take it
+    """Ends a call of a model behind its stage. `tensors`: what goes to the next one."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+@dataclass(frozen=True)
+class Carries:
+    """What travels from a block to the next one.
+
+    arguments: the names of a block's arguments that the next block gets from this one's output, in their order.
+    further: blocks return one more output. summed: it is summed over blocks: the block's argument, and its dim, that give its length (1
+    without it); None: it does not travel.
+    """
+
+    arguments: tuple[str, ...]
+    further: bool
+    summed: tuple[str, int] | None
+
+    def output(self, values: Sequence[Tensor], summed: Tensor | None = None) -> Any:
+        """The values as a block returns them."""
+        if self.further:
+            return (*values, summed)
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+@dataclass(frozen=True)
+class BlockPlace:
+    """A block's number among all of the model, and the names of its forward's arguments."""
+
+    number: int
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, number: int, block: nn.Module) -> BlockPlace:
+        """The place of a block."""
+        names = inspect.signature(type(block).forward).parameters
+        return cls(number, tuple(name for name in names if name != "self"))
+
+
+@dataclass
+class Passing:
+    """A call of a model for one stage. blocks: those of it; None: only the shapes of what travels are asked for."""
+
+    blocks: range | None
+    come: Sequence[Tensor] = ()
+    sums: list[Tensor] = field(default_factory=list)
+    ended: bool = False
+
+
+class Stages:
+    """The stages of one model on one process.
+
+    own: their numbers, of `count`. bounds: the blocks of every stage. group: of the processes with the other stages.
+    """
+
+    def __init__(self, own: Sequence[int], bounds: Sequence[range], carries: Carries, group: dist.ProcessGroup) -> None:
+        self.own, self.bounds, self.carries, self.group = tuple(own), tuple(bounds), carries, group
+        self.splits_in_blocks = False  # the plan splits tokens where a block gets them
+        self.passing: Passing | None = None
+
+    def __deepcopy__(self, memo: Any) -> Stages:
+        return self
+
+    @property
+    def count(self) -> int:
+        """All stages of the model."""
+        return len(self.bounds)
+
+    @contextmanager
+    def call(self, passing: Passing) -> Iterator[None]:
+        """Calls of the model inside are for a stage."""
+        self.passing = passing
+        try:
+            yield
+        finally:
+            self.passing = None
+
+    def shapes(self, call: Callable[[], Any]) -> list[Tensor]:
+        """Tensors like those that travel for a micro-batch, without values; `call`: the call of the model."""
+        passing = Passing(None)
+        with self.call(passing), torch.no_grad():
+            try:
+                call()
+            except HandedOver as over:
+                return list(over.tensors)
+        raise RuntimeError("the model made no call of its first block")
+
+    def run_stage(self, stage: int, come: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+        """What a stage hands over, a tuple; of the last stage what `call` returns."""
+        with self.call(Passing(self.bounds[stage], come)):
+            try:
+                return call()
+            except HandedOver as over:
+                return over.tensors
+
+    def through(self, call: Callable[[], Any]) -> Any:
+        """What the last stage returns, on every process: a call through all stages, one after another, without gradients."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("a model in stages is trained by its runner alone")
+        ranks = dist.get_world_size(self.group)
+        like = self.shapes(call) if self.own != (0,) else []
+        tensors: Sequence[Tensor] = ()
+        result: Any = None
+        for stage in self.own:
+            if stage and stage - 1 not in self.own:
+                tensors = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in like]
+                for tensor in tensors:
+                    dist.recv(tensor, group=self.group, group_src=rank_of(stage - 1, ranks))
+            result = tensors = self.run_stage(stage, tensors, call)
+            if stage + 1 < self.count and stage + 1 not in self.own:
+                for tensor in tensors:
+                    dist.send(tensor, group=self.group, group_dst=rank_of(stage + 1, ranks))
+        last = self.count - 1
+        device = like[0].device if like else result[0].device
+        shared = [on_device(result, torch.device("cpu")) if last in self.own else None]
+        dist.broadcast_object_list(shared, group=self.group, group_src=rank_of(last, ranks))
+        return result if last in self.own else on_device(shared[0], device)
+
+    def at_block(
+        self, at: BlockPlace, args: Sequence[Any], kwargs: dict[str, Any], compute: Callable[..., Any] | None
+    ) -> Any:
+        """Compute a block, pass it by, or end the call. compute: None for a block of another process."""
+        passing, place, given = self.passing, at.number, dict(zip(at.arguments, args, strict=False)) | kwargs
+        values = [given[name] for name in self.carries.arguments]
+        if passing is None:
+            raise RuntimeError("a model in stages is called by its runner alone")
+        if passing.blocks is None:
+            passing.ended = True
+            raise HandedOver((*values, *self._sum_like(values[0], given)))
+        if place >= passing.blocks.stop:
+            passing.ended = True
+            sums = self._sum_like(values[0], given)
+            if sums and passing.sums:
+                sums = [torch.stack(passing.sums).sum(0)]
+            raise HandedOver((*(value.contiguous() for value in values), *sums))
+        if place == passing.blocks.start - 1:
+            travelled = len(self.carries.arguments)
+            passing.sums.extend(passing.come[travelled:])
+            return self.carries.output(passing.come[:travelled], *passing.come[travelled:])
+        if place < passing.blocks.start:
+            return self.carries.output(values)
+        assert compute is not None
+        out = compute(*args, **kwargs)
+        if self.carries.summed is not None and out[-1] is not None:
+            passing.sums.append(out[-1])
+        return out
+
+    def _sum_like(self, x: Tensor, given: dict[str, Any]) -> list[Tensor]:
+        """A sum of nothing, where a sum travels."""
+        if self.carries.summed is None:
+            return []
+        name, dim = self.carries.summed
+        size = given.get(name)
+        length = 1 if size is None else size.shape[dim]
+        return [torch.zeros(length, device=x.device, dtype=torch.float32, requires_grad=torch.is_grad_enabled())]
+
+
+class StageBlock(nn.Module):
+    """Mixed in before a block of this process."""
+
+    _stages: Stages
+    _place: BlockPlace
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stages.at_block(self._place, args, kwargs, super().__call__)
+
+
+class StandIn(nn.Module):
+    """In the place of a module of another process."""
+
+    def __init__(self, stages: Stages, place: BlockPlace | None) -> None:
+        super().__init__()
+        self._stages, self._place = stages, place
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._place is None:
+            raise RuntimeError("a module behind the last block was called in another stage than the last")
+        return self._stages.at_block(self._place, args, kwargs, None)
+
+
+class StageModel(nn.Module):
+    """Mixed in around a model in stages: a call that ends behind its stage returns what goes on, so that engines see an end of the call."""
+
+    _stages: Stages
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
+        if self._stages.passing is None:
+            return self._stages.through(lambda: forward(*args, **kwargs))
+        try:
+            return forward(*args, **kwargs)
+        except HandedOver as over:
+            return over.tensors
+
+
+def end_calls_at_stages(model: nn.Module, stages: Stages) -> None:
+    """Let calls of a model end with their stage; after everything else is done to it, so that engines see a call that returns."""
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if stages.passing is not None and stages.passing.ended:
+            raise HandedOver(output)
+
+    model.register_forward_hook(end)
+
+
+def on_device(output: Any, device: torch.device) -> Any:
+    """An output with its tensors on a device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), output)
+
+
+def stages_of(model: nn.Module) -> Stages | None:
+    """The stages of a model; None for a whole one."""
+    return vars(model).get("_stages")
+
+
+def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, virtual: int) -> Stages:
+    """Leave a process the blocks of its stages, in place; before anything else is done to the model.
+
+    Raises UserError for a model without a plan that says what travels, and for more stages than blocks.
+    """
+    plan, ranks, rank = plan_of(model), dist.get_world_size(group), dist.get_rank(group)
+    if plan is None or not plan.carried:
+        raise UserError(
+            f"parallel.pp: the plan of {type(model).__name__} does not say what travels between blocks (carried)"
+        )
+    units = _units(plan)
+    check_stages(len(units), ranks, virtual)
+    bounds = [
+        range(units[part.start].start, units[part.stop - 1].stop) for part in stage_bounds(len(units), ranks * virtual)
+    ]
+    own = [chunk * ranks + rank for chunk in range(virtual)]
+    stages = Stages(own, bounds, Carries(plan.carried, plan.further, plan.summed), group)
+    of_blocks = [entry for block in plan.blocks for entry in plan.inputs.get(block.name, {}).items()]
+    stages.splits_in_blocks = any(name in plan.carried and isinstance(each, Split) for name, each in of_blocks)
+    held = {place for stage in own for place in bounds[stage]}
+    last = len(bounds) - 1 in own
+    behind = () if last else (*plan.after, *_around_blocks(model, plan))
+    others = [block.name for place, block in enumerate(plan.blocks) if place not in held]
+    kept = kept_plan(model, plan, (*others, *behind))
+    for place, block in enumerate(plan.blocks):
+        module = model.get_submodule(block.name)
+        at = BlockPlace.of(place, base_of_adapters(module))
+        if place in held:
+            held_block = mix_in(module, StageBlock, rename=False)
+            held_block._stages, held_block._place = stages, at
+        else:
+            _put(model, block.name, StandIn(stages, at))
+    for name in behind:
+        _put(model, name, StandIn(stages, None))
+    declare_plan(model, kept)
+    within = [p for place in held for p in model.get_submodule(plan.blocks[place].name).parameters()]
+    within += [p for name in plan.after if last for p in model.get_submodule(name).parameters()]
+    if last:
+        within += [p for name in _around_blocks(model, plan) for p in model.get_submodule(name).parameters()]
+    vars(model)["_stages"], apart = stages, set(within)
+    vars(model)["_everywhere"] = [name for name, p in model.named_parameters() if p not in apart]
+    return stages
+
+
+def everywhere(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that every stage of a model holds, by name; none of a whole model."""
+    names = vars(model).get("_everywhere", ())
+    named = dict(model.named_parameters()) if names else {}
+    return [(name, named[name]) for name in names]
+
+
+def _units(plan: ModelPlan) -> list[range]:
+    """The blocks between which a model may be cut, in runs."""
+    cuts = None if plan.cuts is None else set(plan.cuts)
+    begins = [place for place, block in enumerate(plan.blocks) if place == 0 or cuts is None or block.name in cuts]
+    return [range(begin, end) for begin, end in zip(begins, [*begins[1:], len(plan.blocks)], strict=True)]
+
+
+def _around_blocks(model: nn.Module, plan: ModelPlan) -> list[str]:
+    """The modules that hold blocks and compute themselves, such as those that predict further tokens behind the last block."""
+    parents = dict.fromkeys(block.name.rpartition(".")[0] for block in plan.blocks)
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    return [name for name in parents if name and not isinstance(model.get_submodule(name), lists)]
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    model.get_submodule(parent).register_module(child, module)
