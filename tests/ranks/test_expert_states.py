@@ -159,3 +159,26 @@ def test_every_layout_exports_and_takes_up_the_bytes_of_one_process(home: Path, 
                 out = home / f"out-{name}-{weights}"
                 export_language_run(config(home, f"name={name}").run_dir, out, weights=weights)  # type: ignore[arg-type]
                 assert files(out) == files(base), (name, weights)
+
+
+@pytest.mark.slow
+def test_bfloat16_over_processes_is_within_what_orders_of_sums_make_of_one(home: Path) -> None:
+    """The router stays float32; on one process, micro-batches of 8, 4 and 2 packs sum in three orders.
+
+    One process is sharded, too: unlike autocast, fsdp gathers all other weights in bfloat16, which moves a first loss by 6e-5.
+    """
+    half = (
+        "device.dtype=bfloat16",
+        "parallel.strategy=fsdp",
+        "model.shape=tiny-qwen3-30b-a3b",
+        "train.batch_size=8",
+        "train.steps=20",
+    )
+    orders = [(f"half-{size}", (*half, f"train.micro_batch_size={size}")) for size in (8, 4, 2)]
+    run_ranks(train, 1, str(home), orders)
+    run_ranks(train, 4, str(home), [("half-ep", (*half, "parallel.ep=4"))])
+    alone = [losses(home, name) for name, _ in orders]
+    spreads = [max(each) - min(each) for each in zip(*alone, strict=True)]
+    gaps = [min(abs(loss - one) for one in each) for loss, *each in zip(losses(home, "half-ep"), *alone, strict=True)]
+    print(f"spread {max(spreads):.2e}, ep {max(gaps):.2e}")
+    assert max(gaps) <= max(spreads)

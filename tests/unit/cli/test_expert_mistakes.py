@@ -39,7 +39,7 @@ WRONG = [
     (("check", "LM", "--parallel", "ep=2,dp_shard=6"), r"ep 2 leaves 3 processes .* use 3 times the dp_replicate"),
     (("check", "LM", "--parallel", "ep=2,strategy=ddp"), DDP),
     (("check", "LM", "--parallel", "ep=x"), r"'parallel.ep': input should be a valid integer.*got 'x'"),
-    (("check", "LM", "--parallel", "epp=2"), r"unknown key 'parallel\.epp'; did you mean 'parallel\.ep'"),
+    (("check", "LM", "--parallel", "ep=2,ep_iner=2"), r"unknown key 'parallel\.ep_iner'; did you mean 'parallel\.ep_inner'"),
     (("check", "DENSE", "--parallel", "ep=2"), r"ep 2: the model has no experts; leave ep out"),
     (("check", "VIDEO", "--parallel", "ep=2"), r"ep 2: the plan of SoraDiT has no experts; leave ep out"),
     (("demo", "--task", "language", "--short", "--parallel", "ep=3"), THREE),
