@@ -66,7 +66,7 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Domain | Tas
 
 def require_fit(config: RunConfig, domain: Domain) -> None:
     """Raise UserError where the processes of a config's layout cannot share the experts of its models."""
-    if config.parallel.ep * config.parallel.etp > 1:
+    if config.parallel.expert_devices > 1:
         for model in domain.outlines().values():
             check_spread(model, config.parallel, processes(config.parallel))
 

@@ -27,7 +27,7 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
 
     The task is open, with data or without. Raises UserError as `plan_memory` for a memory budget.
     """
-    for work in works if config.parallel.ep * config.parallel.etp > 1 else ():
+    for work in works if config.parallel.expert_devices > 1 else ():
         for model in task.domain.outlines().values():
             check_spread(model, config.parallel, work.world)
     world, group = (works[0].world if works else config.parallel.least_devices), config.parallel.group
