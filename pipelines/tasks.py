@@ -19,7 +19,6 @@ from mmspeed.errors import UserError
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer
 from mmspeed.loop.pipeline import runner_of
 from mmspeed.loop.step import Learner
-from mmspeed.mesh import Mesh
 from mmspeed.parallel import Strategy
 from mmspeed.protocols import (
     Ask,
@@ -161,10 +160,10 @@ class Task:
         strategy: Strategy,
         optimizers: Mapping[str, AnyOptimizer],
         device: torch.device,
-        mesh: Mesh | None = None,
+        staged: bool = False,
     ) -> list[Learner]:
         """The learners of updates. `models`, `optimizers`: by role. Raises UserError for stages of a pipeline and a method that asks."""
-        if mesh is not None and mesh.staged and self.method.asks:
+        if staged and self.method.asks:
             raise UserError(
                 f"parallel.pp: {self.method.name} asks whole models for values, and a stage of a pipeline has a part of one: leave pp at 1"
             )
@@ -172,7 +171,7 @@ class Task:
         return [
             Learner(
                 each.update,
-                runner_of(models[each.update.role], strategy, device, mesh),
+                runner_of(models[each.update.role], strategy, device),
                 optimizers[each.update.role],
                 each.call,
                 each.terms,

@@ -93,7 +93,7 @@ def pipeline_lines(config: RunConfig, rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"the pipeline: {batches} micro-batches through {ranks * virtual} stages; it stands still for {bubble:.0%} of a step, if stages are "
         "equal and backward takes twice as long as forward:",
-        *picture(reckoned(ranks, virtual, batches)),
+        *picture(reckoned(ranks, virtual, batches, int(config.parallel.extra_warmup))),
         "digits: forward of a micro-batch, letters: backward, dots: waiting",
     ]
 

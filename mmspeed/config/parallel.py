@@ -64,6 +64,10 @@ class ParallelConfig(Section):
         ge=1,
         description="Stages of a device of `pp`, every `pp`-th of the model: the pipeline stands still for as many times less (interleaved 1F1B).",
     )
+    extra_warmup: bool = Field(
+        False,
+        description="One more forward pass of each device of `pp` before its first backward pass, so that neighbouring passes never wait for each other's results; one more micro-batch is in flight.",
+    )
     dsp: int = Field(
         1,
         ge=1,
@@ -134,8 +138,9 @@ class ParallelConfig(Section):
                 raise ValueError(f"ep_backend deepep goes with ep above 1, without {', '.join(others)}")
         if self.tp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"tp goes with strategy fsdp or auto, not with {self.strategy}")
-        if self.virtual > 1 and self.pp == 1:
-            raise ValueError(f"virtual {self.virtual} divides the stages of pp devices: set pp, or leave virtual out")
+        if (self.virtual > 1 or self.extra_warmup) and self.pp == 1:
+            key = f"virtual {self.virtual}" if self.virtual > 1 else "extra_warmup"
+            raise ValueError(f"{key} is for the stages of pp devices: set pp, or leave it out")
         if self.pp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"pp goes with strategy fsdp or auto, not with {self.strategy}")
         if self.balance.on and self.ep == 1:
@@ -222,6 +227,7 @@ AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # t
 UNSPLIT: dict[str, object] = {
     **dict.fromkeys((*AXES, "ep", "etp"), 1),
     "virtual": 1,
+    "extra_warmup": False,
     "ring_window": None,
     "ep_inner": None,
     "balance": {},

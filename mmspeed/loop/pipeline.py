@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
-from mmspeed.mesh import Mesh
 from mmspeed.parallel import Strategy
 from mmspeed.parallel.stages import Stages, everywhere, stages_of
 from mmspeed.parallel.tensor import local
@@ -28,19 +27,11 @@ from .runner import Call, Runner, RunRecord, SequentialRunner, TermsOf, noted
 
 
 class PipelineRunner:
-    """The runner of a model in stages. `more`: forward passes before the first backward beyond those that the table needs."""
+    """The runner of a model in stages."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        stages: Stages,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        virtual: int,
-        more: int = 0,
-    ) -> None:
-        self.model, self.stages, self.group, self.device = model, stages, group, device
-        self.virtual, self.more = virtual, more
+    def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
+        self.model, self.stages, self.device, self.group = model, stages, device, stages.group
+        self.virtual, self.more = len(stages.own), stages.more
         self.batches = 0  # micro-batches of the last step
         self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
 
@@ -161,10 +152,7 @@ class PipelineRows(BaseCallback):
         return {"pipeline": {"micro_batches": runner.batches, "bubble": round(step.idle, 4)}}
 
 
-def runner_of(model: nn.Module, strategy: Strategy, device: torch.device, mesh: Mesh | None) -> Runner:
+def runner_of(model: nn.Module, strategy: Strategy, device: torch.device) -> Runner:
     """The runner of a model's micro-batches: one after another, or through its stages."""
     stages = stages_of(model)
-    if stages is None or mesh is None:
-        return SequentialRunner(model, strategy)
-    (group,) = mesh.across_stages()
-    return PipelineRunner(model, stages, group, device, len(stages.own))
+    return SequentialRunner(model, strategy) if stages is None else PipelineRunner(model, stages, device)

@@ -80,11 +80,15 @@ class Passing:
 class Stages:
     """The stages of one model on one process.
 
-    own: their numbers, of `count`. bounds: the blocks of every stage. group: of the processes with the other stages.
+    own: their numbers, of `count`. bounds: the blocks of every stage. group: of the processes with the other stages. more: forward passes
+    before the first backward beyond those that a table needs.
     """
 
-    def __init__(self, own: Sequence[int], bounds: Sequence[range], carries: Carries, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, own: Sequence[int], bounds: Sequence[range], carries: Carries, group: dist.ProcessGroup, more: int = 0
+    ) -> None:
         self.own, self.bounds, self.carries, self.group = tuple(own), tuple(bounds), carries, group
+        self.more = more
         self.splits_in_blocks = False  # the plan splits tokens where a block gets them
         self.passing: Passing | None = None
 
@@ -286,7 +290,7 @@ def stages_of(model: nn.Module) -> Stages | None:
     return vars(model).get("_stages")
 
 
-def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, virtual: int) -> Stages:
+def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, virtual: int, more: int = 0) -> Stages:
     """Leave a process the blocks of its stages, in place; before anything else is done to the model.
 
     Raises UserError for a model without a plan that says what travels, and for more stages than blocks.
@@ -302,7 +306,7 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, virtual: int) ->
         range(units[part.start].start, units[part.stop - 1].stop) for part in stage_bounds(len(units), ranks * virtual)
     ]
     own = [chunk * ranks + rank for chunk in range(virtual)]
-    stages = Stages(own, bounds, Carries(plan.carried, plan.further, plan.summed), group)
+    stages = Stages(own, bounds, Carries(plan.carried, plan.further, plan.summed), group, more)
     of_blocks = [entry for block in plan.blocks for entry in plan.inputs.get(block.name, {}).items()]
     stages.splits_in_blocks = any(name in plan.carried and isinstance(each, Split) for name, each in of_blocks)
     held = {place for stage in own for place in bounds[stage]}

@@ -208,7 +208,9 @@ def assemble(
     averages = {}
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
-    learners = task.learners(updates, models, placement.strategy, optimizers, device.torch_device, placement.mesh)
+    learners = task.learners(
+        updates, models, placement.strategy, optimizers, device.torch_device, placement.mesh.staged
+    )
     rests = None
     if device.kind != "cpu" and any(update.rests for update in updates):
         rests = Rests(learners, models, averages, device.torch_device)
@@ -260,7 +262,7 @@ def _placed(
         if not learns:
             raise UserError("parallel.pp: a model that does not train is not divided into stages: leave pp at 1")
         (group,) = placement.mesh.across_stages()
-        cut_into_stages(bare, group, config.parallel.virtual)
+        cut_into_stages(bare, group, config.parallel.virtual, int(config.parallel.extra_warmup))
     keeping, host = None, learns and config.host_base
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,16 @@ from torch import Tensor, nn
 from mmspeed import rng
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.log import setup
+from mmspeed.loop.expert_balance import mover
 from mmspeed.models.language.decoder import next_tokens
 from mmspeed.models.language.experts import Experts
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.models.weights import quiet
+from mmspeed.moe.balance import first_places, plan_shares, rearrange, slots
+from mmspeed.moe.copies import Lending
 from mmspeed.parallel import parallelize
-from mmspeed.parallel.experts import spread_experts
+from mmspeed.parallel.experts import spread_experts, spread_modules
+from mmspeed.parallel.tensor import local
 from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess import TextCacheBuilder
@@ -302,13 +307,65 @@ def _spread_models(folder: Path, meshes: Meshes) -> Callable[[int], dict[str, Si
     return sides
 
 
+# -- levelled loads ---------------------------------------------------------------------------------------------------------
+
+SKEW = 1.0  # of the logarithm of experts' popularity
+LEVELLED = {"moved experts": 0, "moved experts and a copy": 1}
+
+
+def balance_rows(folder: Path, setting: MoeSetting) -> Iterator[Row]:
+    """A layer whose experts are asked for unevenly, on two processes: levelled by each feature, beside experts that stay."""
+    first, _ = run_ranks(_balance, 2, asdict(setting), timeout=3600.0)
+    for name, told in first.items():
+        yield row_of(f"2 processes, {name} beside experts that stay", told, "stay", 0)
+
+
+def _balance(setting: dict[str, Any]) -> dict[str, list[Measured]]:
+    own, meshes = MoeSetting(**setting), Meshes()
+    return {
+        name: [
+            in_rounds(_levelled_layers(copies, seed, own, meshes), own.rounds, dist.barrier)
+            for seed in range(own.seeds)
+        ]
+        for name, copies in LEVELLED.items()
+    }
+
+
+def _levelled_layers(copies: int, seed: int, setting: MoeSetting, meshes: Meshes) -> dict[str, Side]:
+    mesh, layout = meshes.of(ParallelConfig(ep=2))
+    axis, experts = layout.experts, setting.experts[-1]
+    popular_G = SKEW * rng.normal((experts,), seed, "popularity")
+    noise_TG = rng.normal((setting.tokens, experts), seed, "scores", axis.rank)
+    x_TE = rng.normal((setting.tokens, setting.width), seed, "tokens", axis.rank)
+    tokens = (x_TE, *(popular_G + noise_TG).softmax(-1).topk(setting.top_k))
+    load_G = torch.bincount(tokens[2].flatten(), minlength=experts)
+    dist.all_reduce(load_G)
+    layers = {name: Layer(experts, seed, setting) for name in (OURS, "stay")}
+    for layer in layers.values():
+        spread_experts(layer, mesh, layout)
+    load_LG, home = load_G[None].numpy(), first_places(1, experts)
+    places = rearrange(load_LG, home, axis.size)
+    plans = plan_shares(load_LG, places, axis.size, copies)
+    module = layers[OURS].experts
+    move = mover(home[0], places[0], axis)
+    with torch.no_grad():
+        for p in module.parameters():
+            local(p.detach()).copy_(move(local(p.detach())))
+    (spread,) = spread_modules(layers[OURS])
+    spread._dispatcher.slots, spread._lending = (
+        slots(places, plans, axis.size)[0],
+        Lending.of(plans[0], places[0], axis),
+    )
+    return {name: (layer, partial(loss_of, layer.experts, tokens)) for name, layer in layers.items()}
+
+
 # -- all rows ---------------------------------------------------------------------------------------------------------------
 
-# A feature of balance gets a function here: steps with it and without it in turns.
 ROWS: dict[str, Callable[[Path, MoeSetting], Iterator[Row]]] = {
     "layer": layer_rows,
     "step": step_rows,
     "spread": spread_rows,
+    "balance": balance_rows,
 }
 
 

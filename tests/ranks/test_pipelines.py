@@ -39,7 +39,7 @@ from tests.support.video_transformers import make_inputs, make_model
 
 __all__ = ["home"]  # a fixture
 LAYOUTS = {
-    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, virtual=2)],
+    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, virtual=2, extra_warmup=True)],
     4: [
         ParallelConfig(pp=4), ParallelConfig(pp=2), ParallelConfig(pp=2, virtual=2, tp=2), ParallelConfig(pp=2, ulysses=2),
         ParallelConfig(pp=2, ring=2, virtual=2),
@@ -141,10 +141,10 @@ def compared(kind: str, parallel: ParallelConfig, count: int, meshes: Meshes) ->
     mesh, layout = meshes.of(parallel)
     lanes, lane = mesh.reader().count, mesh.reader().index
     (group,) = mesh.across_stages()
-    cut_into_stages(model, group, parallel.virtual)
+    cut_into_stages(model, group, parallel.virtual, int(parallel.extra_warmup))
     model = parallelize(model, mesh, "fsdp", layout=layout)
     own = [replace(batch, weights_I=batch.weights_I * share) for batch in batches[lane::lanes]]
-    runner = runner_of(model, "fsdp", torch.device("cpu"), mesh)
+    runner = runner_of(model, "fsdp", torch.device("cpu"))
     for _ in range(2):  # two steps of one runner
         model.zero_grad()
         record = runner.run(lambda batch: call(model, batch), terms, own, divisors)
