@@ -46,14 +46,6 @@ class ParallelConfig(Section):
         "auto",
         description="`ddp`: every device holds the model; `fsdp`: parameters are sharded; `auto`: `none` on one device, else `fsdp`.",
     )
-    dp_replicate: int = Field(
-        1,
-        description="Replicas of the sharded model (with `fsdp`); -1: the devices that `dp_shard` leaves. `ddp` uses all devices.",
-    )
-    dp_shard: int = Field(
-        -1,
-        description="Devices that share one copy of the parameters (with `fsdp`), beside those of `dsp`, `ring` and `ulysses`; -1: the devices that the other axes leave.",
-    )
     pp: int = Field(
         1,
         ge=1,
@@ -67,6 +59,14 @@ class ParallelConfig(Section):
     extra_warmup: bool = Field(
         False,
         description="One more forward pass of each device of `pp` before its first backward pass, so that neighbouring passes never wait for each other's results; one more micro-batch is in flight.",
+    )
+    dp_replicate: int = Field(
+        1,
+        description="Replicas of the sharded model (with `fsdp`); -1: the devices that `dp_shard` leaves. `ddp` uses all devices.",
+    )
+    dp_shard: int = Field(
+        -1,
+        description="Devices that share one copy of the parameters (with `fsdp`), beside those of `dsp`, `ring` and `ulysses`; -1: the devices that the other axes leave.",
     )
     dsp: int = Field(
         1,
