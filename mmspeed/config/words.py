@@ -141,6 +141,8 @@ SYNONYMS = {
     "parallel.dp_shard": "data_parallel_shard_degree dp data_parallel data_parallel_size",
     "parallel.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
     "parallel.ep_backend": "expert_parallel_comm_backend moe_flex_dispatcher_backend",
+    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree",
+    "parallel.virtual": "virtual_pipeline_model_parallel_size num_virtual_stages",
     "parallel.etp": "expert_tensor_parallel_size",
     "parallel.ep": "expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree",
     "parallel.ring": "cp context_parallel context_parallel_size context_parallel_degree",

@@ -101,6 +101,9 @@ class NoTask:
     def parts(self) -> list[Any]:
         return []
 
+    def exchange_lines(self) -> list[str]:
+        return []
+
 
 def toy_entry(preparation: str | None = None) -> TaskEntry:
     return TaskEntry(f"{__name__}:NoTask", f"{__name__}:ToyConfig", preparation, origin="a test")

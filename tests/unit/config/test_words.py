@@ -71,7 +71,7 @@ ANSWERS: dict[str, dict[str, str]] = {
         "parallel.ulysses": "parallel.sp parallel.sequence_parallel",
         "trackers": "wandb report_to tracking.wandb log_with monitoring",
         "tracking.project": "tracker_project_name",
-        "": "data.caption_ext data.shuffle data.min_duration data.min_pixels parallel.pp sample.fps "
+        "": "data.caption_ext data.shuffle data.min_duration data.min_pixels sample.fps "
         "validate.batch_size hub_model_id push_to_hub min_ar general",
         "model.adapter": "lora adapter network peft",
         "model.adapter.kind": "network_module lora_type",
