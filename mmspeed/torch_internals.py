@@ -6,6 +6,7 @@ or changes its behaviour. Costly modules are imported by the functions that need
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -382,7 +383,19 @@ class PipelineActions:
             stage.clear_runtime_states()
         numbers: list[Any] = [{"micro_batch": number} for number in range(self._count)]
         nothing: list[Any] = [None] * self._count
-        self._schedule._step_microbatches([()] * self._count, numbers, nothing, None, return_outputs=False)
+        with _quiet("torch.distributed.pipelining.schedules"):  # on an error it logs the whole table
+            self._schedule._step_microbatches([()] * self._count, numbers, nothing, None, return_outputs=False)
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Turn a logger off inside."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @cache

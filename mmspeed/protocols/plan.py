@@ -138,11 +138,13 @@ class Block:
 
     attends: the dim of the tokens along which its attention runs; where there is one row (full attention, other libraries), "columns".
     tokens: its running tokens, by the arguments of its forward; only where blocks of one model attend along different dims.
+    follows: what the block before it attends along, where that one may be gone; None: the one before it in the plan.
     """
 
     name: str
     attends: Attended = "columns"
     tokens: Mapping[str, Tokens] = field(default_factory=dict)
+    follows: Attended | None = None
 
 
 # The way in which an intercepted attention hides padding. "keys": a mask (B, 1, 1, M), or none. "pairs": a mask (B, 1, N, N) that shows
@@ -256,6 +258,7 @@ class ModelPlan:
             once, after products that run while tokens travel and before those that run while outputs do. For each parameter the dim of
             its hidden units, along which `etp` splits it; without one for all of them, experts stay whole.
         mlps: MLPs, and layers of them, that are in no region, by patterns; only adapters ask for them.
+        attends: what each block attends along, of a model of which some are gone; None: of no model.
         carried: the arguments of a block that the next block gets from its output, in the order of the outputs, which travel between
             pipeline stages; none: pipelines are refused.
         further: blocks return one more output, behind the carried ones, which may be None.
@@ -287,6 +290,7 @@ class ModelPlan:
     chunks: tuple[Chunked, ...] = ()
     experts: Mapping[str, Mapping[str, Hidden]] = field(default_factory=dict)
     mlps: tuple[str, ...] = ()
+    attends: tuple[Attended, ...] | None = None
     carried: tuple[str, ...] = ()
     further: bool = False
     summed: tuple[str, int] | None = None
@@ -301,9 +305,14 @@ class ModelPlan:
     long_text: str | None = None
 
     @property
+    def attends_all(self) -> tuple[Attended, ...]:
+        """The dims along which the blocks of the whole model attend."""
+        return self.attends if self.attends is not None else tuple(block.attends for block in self.blocks)
+
+    @property
     def factorised(self) -> bool:
         """True where some blocks attend along rows, so that tokens can be re-sharded between blocks."""
-        return any(block.attends == "rows" for block in self.blocks)
+        return "rows" in self.attends_all
 
 
 @runtime_checkable
@@ -497,10 +506,12 @@ def kept_plan(model: nn.Module, plan: ModelPlan, gone: Collection[str]) -> Model
     def names(old: Iterable[str]) -> tuple[str, ...]:
         return tuple(entries(dict.fromkeys(old)))
 
-    left = plan
+    left, before = plan, [None, *(block.attends for block in plan.blocks)]
+    following = [replace(block, follows=at) for block, at in zip(plan.blocks, before, strict=False)]
     return replace(
         left,
-        blocks=tuple(block for block in plan.blocks if stays(block.name)),
+        blocks=tuple(block for block in following if stays(block.name)),
+        attends=plan.attends_all,
         inputs=entries(left.inputs),
         outputs=entries(left.outputs),
         attention=entries(left.attention),

