@@ -383,19 +383,12 @@ class PipelineActions:
             stage.clear_runtime_states()
         numbers: list[Any] = [{"micro_batch": number} for number in range(self._count)]
         nothing: list[Any] = [None] * self._count
-        with _quiet("torch.distributed.pipelining.schedules"):  # on an error it logs the whole table
+        logger = logging.getLogger("torch.distributed.pipelining.schedules")
+        before, logger.disabled = logger.disabled, True  # on an error it logs the whole table
+        try:
             self._schedule._step_microbatches([()] * self._count, numbers, nothing, None, return_outputs=False)
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Turn a logger off inside."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+        finally:
+            logger.disabled = before
 
 
 @cache
