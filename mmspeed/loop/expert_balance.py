@@ -112,7 +112,7 @@ class ExpertBalance(BaseCallback):
         if self.copies:
             lent = self.prices.lent * len(outcome.data.batches)  # weights travel in each micro-batch
             self.plans = plan_shares(load_LG, self.places, ranks, self.copies, self.nodes, price=lent)
-        self._tell()
+            self._tell()
 
     def row(self) -> dict[str, Any]:
         """The mean error of forecasts, experts that moved, copies a layer and step; and the loads over processes as they were levelled."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy
 from mmspeed.parallel.stages import Stages, everywhere, stages_of
-from mmspeed.parallel.tensor import local
+from mmspeed.parallel.tensor import local, sum_together
 from mmspeed.plan.schedules import Action, interleaved
 from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
@@ -90,19 +90,13 @@ class PipelineRunner:
         if whole and is_fully_sharded(self.model):
             self.model.set_requires_gradient_sync(on, recurse=False)
 
-    @torch.no_grad()
     def _sum_everywhere(self) -> None:
         """Sum, over stages, the gradients of parameters that all of them hold."""
         shared = [p for _, p in sorted(everywhere(self.model), key=lambda pair: pair[0]) if p.requires_grad]
         for parameter in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for dtype in sorted({p.dtype for p in shared}, key=str):
-            parts = [local(p.grad) for p in shared if p.grad is not None and p.dtype == dtype]
-            flat = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(flat, group=self.group)
-            for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(summed.view_as(part))
+        sum_together([local(p.grad) for p in shared if p.grad is not None], self.group)
 
 
 def _named(action: Action) -> tuple[str, int, int]:

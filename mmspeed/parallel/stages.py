@@ -22,7 +22,7 @@ from mmspeed.comm import broadcast_object
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
 from mmspeed.plan.schedules import check_stages, rank_of, stage_bounds
-from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, kept_plan, plan_of
+from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, is_within, kept_plan, plan_of
 
 
 class HandedOver(BaseException):  # noqa: N818 -- no error: nothing between here and the runner may take it
@@ -81,7 +81,7 @@ class Stages:
     """The stages of one model on one process.
 
     own: their numbers, of `count`. bounds: the blocks of every stage. group: of the processes with the other stages. more: forward passes
-    before the first backward beyond those that a table needs.
+    before the first backward beyond those that a table needs. everywhere: the names of parameters that every stage holds.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Stages:
     ) -> None:
         self.own, self.bounds, self.carries, self.group = tuple(own), tuple(bounds), carries, group
         self.more = more
+        self.everywhere: tuple[str, ...] = ()
         self.splits_in_blocks = False  # the plan splits tokens where a block gets them
         self.passing: Passing | None = None
 
@@ -311,9 +312,9 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, virtual: int, mo
     stages.splits_in_blocks = any(name in plan.carried and isinstance(each, Split) for name, each in of_blocks)
     held = {place for stage in own for place in bounds[stage]}
     last = len(bounds) - 1 in own
-    behind = () if last else (*plan.after, *_around_blocks(model, plan))
+    behind = (*plan.after, *_around_blocks(model, plan))
     others = [block.name for place, block in enumerate(plan.blocks) if place not in held]
-    kept = kept_plan(model, plan, (*others, *behind))
+    kept = kept_plan(model, plan, others if last else (*others, *behind))
     for place, block in enumerate(plan.blocks):
         module = model.get_submodule(block.name)
         at = BlockPlace.of(place, base_of_adapters(module))
@@ -322,23 +323,20 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, virtual: int, mo
             held_block._stages, held_block._place = stages, at
         else:
             _put(model, block.name, StandIn(stages, at))
-    for name in behind:
+    for name in () if last else behind:
         _put(model, name, StandIn(stages, None))
     declare_plan(model, kept)
-    within = [p for place in held for p in model.get_submodule(plan.blocks[place].name).parameters()]
-    within += [p for name in plan.after if last for p in model.get_submodule(name).parameters()]
-    if last:
-        within += [p for name in _around_blocks(model, plan) for p in model.get_submodule(name).parameters()]
-    vars(model)["_stages"], apart = stages, set(within)
-    vars(model)["_everywhere"] = [name for name, p in model.named_parameters() if p not in apart]
+    apart = (*(block.name for block in plan.blocks), *behind)
+    stages.everywhere = tuple(name for name, _ in model.named_parameters() if not is_within(name, apart))
+    vars(model)["_stages"] = stages
     return stages
 
 
 def everywhere(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that every stage of a model holds, by name; none of a whole model."""
-    names = vars(model).get("_everywhere", ())
-    named = dict(model.named_parameters()) if names else {}
-    return [(name, named[name]) for name in names]
+    stages = stages_of(model)
+    named = {} if stages is None else dict(model.named_parameters())
+    return [] if stages is None else [(name, named[name]) for name in stages.everywhere]
 
 
 def _units(plan: ModelPlan) -> list[range]:

@@ -5,7 +5,7 @@ The split layers themselves are in `mmspeed.parallel.boundaries.linears`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -54,10 +54,19 @@ def sum_shared_gradients(parameters: Iterable[nn.Parameter], tensor: Axis) -> No
     if tensor.size == 1:
         return
     grads = [local(p.grad) for p in parameters if p.grad is not None and tensor.name in layout_of(p).replicas]
-    for dtype in sorted({grad.dtype for grad in grads}, key=str):
-        some = [grad for grad in grads if grad.dtype == dtype]
-        flat = torch.cat([grad.reshape(-1) for grad in some])
-        dist.all_reduce(flat, group=tensor.group)
-        tensor.count("all_reduce", 2 * nbytes(flat) * (tensor.size - 1) // tensor.size)  # as in a ring algorithm
-        for grad, summed in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
-            grad.copy_(summed.view_as(grad))
+    for sent in sum_together(grads, tensor.group):
+        tensor.count("all_reduce", 2 * sent * (tensor.size - 1) // tensor.size)  # as in a ring algorithm
+
+
+@torch.no_grad()
+def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[int]:
+    """Sum tensors over a group in place, by one all-reduce for each dtype. Returns the bytes of each."""
+    sizes = []
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        some = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in some])
+        dist.all_reduce(flat, group=group)
+        sizes.append(nbytes(flat))
+        for tensor, summed in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
+    return sizes

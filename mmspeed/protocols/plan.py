@@ -494,34 +494,37 @@ def keep_blocks(model: nn.Module, places: Sequence[int]) -> None:
         declare_plan(model, _with_blocks(plan, renamed))
 
 
+def is_within(name: str, modules: Collection[str]) -> bool:
+    """True for the name of one of these modules, or of what is in one."""
+    return any(name == each or name.startswith(f"{each}.") for each in modules)
+
+
 def kept_plan(model: nn.Module, plan: ModelPlan, gone: Collection[str]) -> ModelPlan:
     """A model's plan without what it says of some modules, blocks among them, and of modules within; patterns become names."""
 
-    def stays(name: str) -> bool:
-        return not any(name == each or name.startswith(f"{each}.") for each in gone)
-
     def entries(old: Mapping[str, T]) -> dict[str, T]:
-        return {name: entry for pattern, entry in old.items() for name, _ in _matches(model, pattern) if stays(name)}
+        matches = ((name, entry) for pattern, entry in old.items() for name, _ in _matches(model, pattern))
+        return {name: entry for name, entry in matches if not is_within(name, gone)}
 
     def names(old: Iterable[str]) -> tuple[str, ...]:
         return tuple(entries(dict.fromkeys(old)))
 
-    left, before = plan, [None, *(block.attends for block in plan.blocks)]
+    before = [None, *(block.attends for block in plan.blocks)]
     following = [replace(block, follows=at) for block, at in zip(plan.blocks, before, strict=False)]
     return replace(
-        left,
-        blocks=tuple(block for block in following if stays(block.name)),
+        plan,
+        blocks=tuple(block for block in following if not is_within(block.name, gone)),
         attends=plan.attends_all,
-        inputs=entries(left.inputs),
-        outputs=entries(left.outputs),
-        attention=entries(left.attention),
-        linears=entries(left.linears),
-        divided=entries(left.divided),
-        experts=entries(left.experts),
-        channel_norms=names(left.channel_norms),
-        mlps=names(left.mlps),
-        before=names(left.before),
-        after=names(left.after),
+        inputs=entries(plan.inputs),
+        outputs=entries(plan.outputs),
+        attention=entries(plan.attention),
+        linears=entries(plan.linears),
+        divided=entries(plan.divided),
+        experts=entries(plan.experts),
+        channel_norms=names(plan.channel_norms),
+        mlps=names(plan.mlps),
+        before=names(plan.before),
+        after=names(plan.after),
     )
 
 

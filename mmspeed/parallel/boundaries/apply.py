@@ -184,12 +184,11 @@ class Boundaries:
         return boundaries
 
     def _boundary(self, name: str, module: nn.Module) -> ModuleBoundary:
-        before = self.attends(name)
-        for earlier, block in zip((None, *self.plan.blocks), self.plan.blocks, strict=False):
-            if block.name == name and earlier is not None:
-                before = block.follows or earlier.attends
-            elif block.name == name:
-                before = block.follows or before
+        names = [block.name for block in self.plan.blocks]
+        place = names.index(name) if name in names else 0
+        before = self.plan.blocks[place - 1].attends if place else self.attends(name)
+        if name in names:
+            before = self.plan.blocks[place].follows or before
         where = described(name, module)
         own = argument_names(type(base_of_adapters(module)))  # an adapter passes its arguments on
         last = self.plan.attends_all[-1] if self.plan.attends_all and not name else None
