@@ -76,6 +76,7 @@ class MeshTable:
     """The size of every axis of every view, and what follows from it for a rank."""
 
     sizes: Mapping[AxisName, int]
+    folded: bool = False  # the last pipeline stage lies on the first rank of pp
 
     def shape(self, view: tuple[AxisName, ...]) -> tuple[int, ...]:
         """The sizes of a view's axes, outermost first."""
@@ -113,7 +114,7 @@ class MeshTable:
     def knows_loss(self, rank: int) -> bool:
         """True for ranks of the last pipeline stage."""
         index, count = self.along(rank, STAGES)
-        return index == count - 1
+        return index == (0 if self.folded else count - 1)
 
     def first_of_group(self, rank: int) -> bool:
         """True for the one rank, of those that compute an item together, that knows the loss and reports it for all."""
@@ -126,7 +127,8 @@ class AxisSizes:
     """The requested sizes of a mesh's axes.
 
     One of dp_replicate and dp_shard may be -1: it takes what the others leave. `ep` ranks share the experts, groups of `ep_inner` of them
-    (all, when None) within a node; each expert's matrices are split over `etp`.
+    (all, when None) within a node; each expert's matrices are split over `etp`. With `folded` the last pipeline stage lies on the first
+    rank of pp, beside the first stage.
     """
 
     dp_replicate: int = 1
@@ -139,6 +141,7 @@ class AxisSizes:
     ep_inner: int | None = None
     etp: int = 1
     dsp: int = 1
+    folded: bool = False
 
 
 def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:
@@ -176,4 +179,4 @@ def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:
         AxisName.EP_INNER: inner,
         AxisName.ETP: etp,
     }
-    return MeshTable({**sizes, AxisName.SHARD: shard, **experts})
+    return MeshTable({**sizes, AxisName.SHARD: shard, **experts}, asked.folded)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -344,7 +344,7 @@ class PipelineActions:
 
     def __init__(
         self,
-        rows: Mapping[int, Sequence[tuple[str, int, int]]],
+        table: Sequence[Sequence[Any]],
         own: Sequence[int],
         stages: int,
         micro_batches: int,
@@ -352,18 +352,27 @@ class PipelineActions:
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        """rows: by rank, ("F" or "B", stage, micro-batch). own: the stages of this process. travels: the number of tensors that do."""
+        """table: of `mmspeed.plan.schedules`. own: the stages of this process. travels: the number of tensors that do."""
         from torch.distributed.pipelining import schedules as torch_schedules
 
-        kinds = {"F": torch_schedules.FORWARD, "B": torch_schedules.FULL_BACKWARD}
+        kinds = {
+            "forward": torch_schedules.FORWARD,
+            "backward": torch_schedules.FULL_BACKWARD,
+            "input": torch_schedules.BACKWARD_INPUT,
+            "weight": torch_schedules.BACKWARD_WEIGHT,
+        }
+
+        def named(entry: Any) -> Any:
+            if len(entry.parts) > 1:
+                return torch_schedules._Action(-1, torch_schedules.OVERLAP_F_B, None, tuple(map(named, entry.parts)))
+            return torch_schedules._Action(entry.stage, kinds[entry.kind], entry.batch)
+
         stage_class = pipeline_stage()
         self._stages = [stage_class(number, stages, micro_batches, travels, device, group) for number in own]
         self._schedule = torch_schedules._PipelineScheduleRuntime(
             self._stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
         )
-        order: dict[int, list[Any]] = {
-            rank: [torch_schedules._Action(s, kinds[k], m) for k, s, m in row] for rank, row in rows.items()
-        }
+        order: dict[int, list[Any]] = {rank: list(map(named, row)) for rank, row in enumerate(table)}
         self._schedule.pipeline_order = order
         self._schedule._prepare_schedule_with_comms(order)
         self._schedule._stages_forward_initialized = self._schedule._stages_backward_initialized = True
@@ -376,8 +385,7 @@ class PipelineActions:
         last: Callable[[int], None],
     ) -> None:
         """Run a step."""
-        trains = any("B" in str(action) for action in self._schedule.pipeline_order[self._schedule.rank])
-        self._schedule._has_backward = trains
+        self._schedule._has_backward = True
         for stage in self._stages:
             stage.begin(forward, like, last)
             stage.clear_runtime_states()

@@ -14,6 +14,7 @@ import yaml
 from mmspeed.config import RunConfig, make_config
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds, get_logger, read_metrics
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.plan.simulate import picture, reckoned
 
 from .demo import trained
@@ -39,9 +40,9 @@ def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None
 
     started, output = time.monotonic(), output.resolve()
     parallel = with_layout(make_config(_tree(output, short), origin="demo"), layout).parallel
-    alone = make_config(_tree(output, short, parallel.stages), origin="demo")
+    alone = make_config(_tree(output, short, Pipeline.of(parallel).stages), origin="demo")
     spread = with_layout(alone, layout)
-    if spread.parallel.pipeline > 1:  # as many micro-batches as there are items
+    if Pipeline.of(spread.parallel).ranks > 1:  # as many micro-batches as there are items
         spread = spread.model_copy(update={"train": spread.train.model_copy(update={"micro_batch_size": 1})})
     world = processes(spread.parallel)
     require_fit(spread, make_task(spread).domain)
@@ -85,15 +86,15 @@ def _rows(config: RunConfig) -> list[dict[str, Any]]:
 
 def pipeline_lines(config: RunConfig, rows: list[dict[str, Any]]) -> list[str]:
     """Lines on a pipeline: how long it stands still, and a picture of its step; none without one."""
-    ranks, virtual = config.parallel.pipeline, config.parallel.virtual
+    pipeline = Pipeline.of(config.parallel)
     steps = [row["pipeline"] for row in rows if "pipeline" in row]
-    if ranks == 1 or not steps:
+    if pipeline.ranks == 1 or not steps:
         return []
     batches, bubble = steps[-1]["micro_batches"], steps[-1]["bubble"]
     return [
-        f"the pipeline: {batches} micro-batches through {ranks * virtual} stages; it stands still for {bubble:.0%} of a step, if stages are "
+        f"the pipeline: {batches} micro-batches through {pipeline.stages} stages; it stands still for {bubble:.0%} of a step, if stages are "
         "equal and backward takes twice as long as forward:",
-        *picture(reckoned(ranks, virtual, batches, int(config.parallel.extra_warmup))),
+        *picture(reckoned(pipeline, batches)),
         "digits: forward of a micro-batch, letters: backward, dots: waiting",
     ]
 

@@ -56,6 +56,10 @@ class ParallelConfig(Section):
         ge=1,
         description="Stages of a device of `pp`, every `pp`-th of the model: the pipeline stands still for as many times less (interleaved 1F1B).",
     )
+    schedule: Literal["auto", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = Field(
+        "auto",
+        description="Order in which the stages compute; `auto`: `interleaved` with `virtual` above 1, else `1f1b`. The others compute the gradients of inputs and of weights apart: `zb_h1` (one stage a device), `zbv` and `dualpipe_v` (two, the last one on the first device).",
+    )
     extra_warmup: bool = Field(
         False,
         description="One more forward pass of each device of `pp` before its first backward pass, so that neighbouring passes never wait for each other's results; one more micro-batch is in flight.",
@@ -138,9 +142,17 @@ class ParallelConfig(Section):
                 raise ValueError(f"ep_backend deepep goes with ep above 1, without {', '.join(others)}")
         if self.tp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"tp goes with strategy fsdp or auto, not with {self.strategy}")
-        if (self.virtual > 1 or self.extra_warmup) and self.pp == 1:
-            key = f"virtual {self.virtual}" if self.virtual > 1 else "extra_warmup"
+        if self.pp == 1 and (self.virtual > 1 or self.extra_warmup or self.schedule != "auto"):
+            keys = {f"virtual {self.virtual}": self.virtual > 1, "extra_warmup": self.extra_warmup}
+            key = next((key for key, given in keys.items() if given), f"schedule {self.schedule}")
             raise ValueError(f"{key} is for the stages of pp devices: set pp, or leave it out")
+        wanted = {"1f1b": "1", "zb_h1": "1", "zbv": "2", "dualpipe_v": "2", "interleaved": "2 or more"}.get(
+            self.schedule
+        )
+        if wanted not in (None, str(self.virtual)) and (self.schedule != "interleaved" or self.virtual == 1):
+            raise ValueError(f"schedule {self.schedule} is for virtual {wanted}, not {self.virtual}")
+        if self.extra_warmup and self.schedule not in ("auto", "1f1b", "interleaved"):
+            raise ValueError(f"extra_warmup is for the schedules 1f1b and interleaved, not for {self.schedule}")
         if self.pp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"pp goes with strategy fsdp or auto, not with {self.strategy}")
         if self.balance.on and self.ep == 1:
@@ -178,14 +190,9 @@ class ParallelConfig(Section):
         return math.prod(sizes.get(axis, 1) for axis in together_along(split))
 
     @property
-    def pipeline(self) -> int:
-        """Devices over which a model's blocks are divided."""
-        return self.pp
-
-    @property
-    def stages(self) -> int:
-        """Stages of a model."""
-        return self.pp * self.virtual
+    def folded(self) -> bool:
+        """True where a pipeline's stages go to the last device and come back (V), so that the first one also holds the last stage."""
+        return self.schedule in ("zbv", "dualpipe_v")
 
     @property
     def replicas(self) -> int:
@@ -207,7 +214,7 @@ class ParallelConfig(Section):
 
     def axis_sizes(self, sharded: bool = True) -> AxisSizes:
         """The sizes that a mesh is made of; `sharded` as of `sizes`."""
-        return AxisSizes(**self.sizes(sharded), ep=self.ep, ep_inner=self.ep_inner, etp=self.etp)
+        return AxisSizes(**self.sizes(sharded), ep=self.ep, ep_inner=self.ep_inner, etp=self.etp, folded=self.folded)
 
     def group_in_words(self) -> str:
         """The axes along which devices compute one sample together, such as "ring 2 x tp 2"."""
@@ -227,6 +234,7 @@ AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # t
 UNSPLIT: dict[str, object] = {
     **dict.fromkeys((*AXES, "ep", "etp"), 1),
     "virtual": 1,
+    "schedule": "auto",
     "extra_warmup": False,
     "ring_window": None,
     "ep_inner": None,

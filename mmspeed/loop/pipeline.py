@@ -10,14 +10,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy
 from mmspeed.parallel.stages import Stages, everywhere, stages_of
 from mmspeed.parallel.tensor import local, sum_together
-from mmspeed.plan.schedules import Action, interleaved
 from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
 from mmspeed.torch_internals import PipelineActions, is_fully_sharded
@@ -31,14 +29,13 @@ class PipelineRunner:
 
     def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
         self.model, self.stages, self.device, self.group = model, stages, device, stages.group
-        self.virtual, self.more = len(stages.own), stages.more
         self.batches = 0  # micro-batches of the last step
         self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
 
     def run(
         self, call: Call, terms: TermsOf, batches: MicroBatches, divisors: Divisors, weight: float = 1.0
     ) -> RunRecord:
-        record, window = RunRecord(), _Window(batches, self.virtual)
+        record, window = RunRecord(), _Window(batches, len(self.stages.own))
 
         def forward(stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
             batch = window.take(number)
@@ -66,12 +63,10 @@ class PipelineRunner:
 
     def _actions(self, count: int) -> PipelineActions:
         if count not in self._known:
-            ranks = dist.get_world_size(self.group)
-            table = interleaved(ranks, self.virtual, count, self.more)
-            rows = {rank: [_named(action) for action in row] for rank, row in enumerate(table)}
+            table = self.stages.pipeline.table(count)
             travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
             self._known[count] = PipelineActions(
-                rows, self.stages.own, self.stages.count, count, travels, self.device, self.group
+                table, self.stages.own, self.stages.count, count, travels, self.device, self.group
             )
         return self._known[count]
 
@@ -97,10 +92,6 @@ class PipelineRunner:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         sum_together([local(p.grad) for p in shared if p.grad is not None], self.group)
-
-
-def _named(action: Action) -> tuple[str, int, int]:
-    return "F" if action.kind == "forward" else "B", action.stage, action.batch
 
 
 class _Window:
@@ -132,7 +123,7 @@ class _Window:
 class PipelineRows(BaseCallback):
     """Tells of the last step's pipeline: its micro-batches, and the share of the step for which the busiest process stands still.
 
-    The share is reckoned: of equal stages, whose backward passes take twice as long as the forward ones.
+    The share is reckoned: of equal stages, whose passes for the gradients of input and weights take as long as the forward ones.
     """
 
     def __init__(self, runner: PipelineRunner) -> None:
@@ -142,7 +133,7 @@ class PipelineRows(BaseCallback):
         runner = self.runner
         if not runner.batches:
             return {}
-        step = reckoned(dist.get_world_size(runner.group), runner.virtual, runner.batches, runner.more)
+        step = reckoned(runner.stages.pipeline, runner.batches)
         return {"pipeline": {"micro_batches": runner.batches, "bubble": round(step.idle, 4)}}
 
 

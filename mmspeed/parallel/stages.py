@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mmspeed.comm import broadcast_object
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
-from mmspeed.plan.schedules import check_stages, rank_of, stage_bounds
+from mmspeed.plan.schedules import Pipeline, check_stages, stage_bounds
 from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, is_within, kept_plan, plan_of
 
 
@@ -80,15 +80,13 @@ class Passing:
 class Stages:
     """The stages of one model on one process.
 
-    own: their numbers, of `count`. bounds: the blocks of every stage. group: of the processes with the other stages. more: forward passes
-    before the first backward beyond those that a table needs. everywhere: the names of parameters that every stage holds.
+    own: their numbers. bounds: the blocks of every stage. group: of the processes with the other stages. everywhere: the names of
+    parameters that every stage holds.
     """
 
-    def __init__(
-        self, own: Sequence[int], bounds: Sequence[range], carries: Carries, group: dist.ProcessGroup, more: int = 0
-    ) -> None:
-        self.own, self.bounds, self.carries, self.group = tuple(own), tuple(bounds), carries, group
-        self.more = more
+    def __init__(self, pipeline: Pipeline, bounds: Sequence[range], carries: Carries, group: dist.ProcessGroup) -> None:
+        self.pipeline, self.bounds, self.carries, self.group = pipeline, tuple(bounds), carries, group
+        self.own = tuple(pipeline.own(dist.get_rank(group)))
         self.everywhere: tuple[str, ...] = ()
         self.splits_in_blocks = False  # the plan splits tokens where a block gets them
         self.passing: Passing | None = None
@@ -132,7 +130,7 @@ class Stages:
         """What the last stage returns, on every process: a call through all stages, one after another, without gradients."""
         if torch.is_grad_enabled():
             raise RuntimeError("a model in stages is trained by its runner alone")
-        ranks = dist.get_world_size(self.group)
+        rank_of = self.pipeline.rank_of
         like = self.shapes(call) if self.own != (0,) else []
         tensors: Sequence[Tensor] = ()
         result: Any = None
@@ -140,12 +138,12 @@ class Stages:
             if stage and stage - 1 not in self.own:
                 tensors = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in like]
                 for tensor in tensors:
-                    dist.recv(tensor, group=self.group, group_src=rank_of(stage - 1, ranks))
+                    dist.recv(tensor, group=self.group, group_src=rank_of(stage - 1))
             result = tensors = self.run_stage(stage, tensors, call)
             if stage + 1 < self.count and stage + 1 not in self.own:
                 for tensor in tensors:
-                    dist.send(tensor, group=self.group, group_dst=rank_of(stage + 1, ranks))
-        last, parts = rank_of(self.count - 1, ranks), list[Tensor]()
+                    dist.send(tensor, group=self.group, group_dst=rank_of(stage + 1))
+        last, parts = rank_of(self.count - 1), list[Tensor]()
         ends = self.count - 1 in self.own
         form = broadcast_object(_form(result, parts) if ends else None, last, self.group)
         if ends:
@@ -291,27 +289,25 @@ def stages_of(model: nn.Module) -> Stages | None:
     return vars(model).get("_stages")
 
 
-def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, virtual: int, more: int = 0) -> Stages:
+def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeline) -> Stages:
     """Leave a process the blocks of its stages, in place; before anything else is done to the model.
 
     Raises UserError for a model without a plan that says what travels, and for more stages than blocks.
     """
-    plan, ranks, rank = plan_of(model), dist.get_world_size(group), dist.get_rank(group)
+    plan = plan_of(model)
     if plan is None or not plan.carried:
         raise UserError(
             f"parallel.pp: the plan of {type(model).__name__} does not say what travels between blocks (carried)"
         )
     units = _units(plan)
-    check_stages(len(units), ranks, virtual)
-    bounds = [
-        range(units[part.start].start, units[part.stop - 1].stop) for part in stage_bounds(len(units), ranks * virtual)
-    ]
-    own = [chunk * ranks + rank for chunk in range(virtual)]
-    stages = Stages(own, bounds, Carries(plan.carried, plan.further, plan.summed), group, more)
+    check_stages(len(units), pipeline)
+    parts = stage_bounds(len(units), pipeline.stages)
+    bounds = [range(units[part.start].start, units[part.stop - 1].stop) for part in parts]
+    stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group)
     of_blocks = [entry for block in plan.blocks for entry in plan.inputs.get(block.name, {}).items()]
     stages.splits_in_blocks = any(name in plan.carried and isinstance(each, Split) for name, each in of_blocks)
-    held = {place for stage in own for place in bounds[stage]}
-    last = len(bounds) - 1 in own
+    held = {place for stage in stages.own for place in bounds[stage]}
+    last = len(bounds) - 1 in stages.own
     behind = (*plan.after, *_around_blocks(model, plan))
     others = [block.name for place, block in enumerate(plan.blocks) if place not in held]
     kept = kept_plan(model, plan, others if last else (*others, *behind))

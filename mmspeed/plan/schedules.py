@@ -13,29 +13,88 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 
-Kind = Literal["forward", "backward"]
+Kind = Literal["forward", "backward", "input", "weight"]
+ScheduleName = Literal["1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"]
+SPLIT = ("zb_h1", "zbv", "dualpipe_v")  # schedules with passes for the gradients of weights alone
 
 
 @dataclass(frozen=True)
 class Action:
-    """The forward or backward pass of a micro-batch through a stage."""
+    """A pass of a micro-batch through a stage: `backward` is that for the input's gradient (`input`) and those of weights (`weight`) in one."""
 
     kind: Kind
     stage: int
     batch: int
 
-
-Table = Sequence[Sequence[Action]]  # by rank
-
-
-def rank_of(stage: int, ranks: int) -> int:
-    """The rank that holds a stage."""
-    return stage % ranks
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The passes of an action: this one."""
+        return (self,)
 
 
-def interleaved(ranks: int, virtual: int, batches: int, more: int = 0) -> list[list[Action]]:
+@dataclass(frozen=True)
+class Pair:
+    """The forward pass of one micro-batch and the backward pass of another, to be overlapped."""
+
+    forward: Action
+    backward: Action
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The passes of a pair."""
+        return self.forward, self.backward
+
+
+Table = Sequence[Sequence[Action | Pair]]  # by rank
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the stages of a model lie on ranks, and the order in which they compute.
+
+    virtual: stages of a rank. more: forward passes before the first backward pass beyond those that the schedule needs.
+    """
+
+    ranks: int
+    virtual: int = 1
+    more: int = 0
+    schedule: ScheduleName = "interleaved"
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> Pipeline:
+        """The pipeline of a run; of one rank where it has none."""
+        schedule: ScheduleName = "interleaved" if config.schedule == "auto" else config.schedule
+        return cls(config.pp, config.virtual, int(config.extra_warmup), schedule)
+
+    @property
+    def stages(self) -> int:
+        """All stages of the model."""
+        return self.ranks * self.virtual
+
+    @property
+    def folded(self) -> bool:
+        """True where stages go to the last rank and come back (V), so that the first rank also holds the last stage."""
+        return self.schedule in ("zbv", "dualpipe_v")
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        return 2 * self.ranks - 1 - stage if self.folded and stage >= self.ranks else stage % self.ranks
+
+    def own(self, rank: int) -> list[int]:
+        """The stages of a rank, in the model's order."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def table(self, batches: int) -> list[list[Action | Pair]]:
+        """The actions of each rank, in order, for a step of that many micro-batches."""
+        if self.schedule in SPLIT:
+            raise UserError(f"parallel.schedule {self.schedule} is not there yet")
+        return interleaved(self.ranks, self.virtual, batches, self.more)
+
+
+def interleaved(ranks: int, virtual: int, batches: int, more: int = 0) -> list[list[Action | Pair]]:
     """The table of interleaved 1F1B, with `more` forward passes before the first backward than it needs.
 
     One more lets each forward overlap with a backward of another micro-batch, as in DualPipe, with half its weights.
@@ -46,7 +105,7 @@ def interleaved(ranks: int, virtual: int, batches: int, more: int = 0) -> list[l
     groups = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     forward = [(chunk, batch) for group in groups for chunk in range(virtual) for batch in group]
     backward = [(virtual - 1 - chunk, batch) for chunk, batch in forward]
-    table = []
+    table: list[list[Action | Pair]] = []
     for rank in range(ranks):
         ahead = ranks - 1 - rank
         warm = min(len(forward), (2 * ahead + (virtual - 1) * sizes[0] if virtual > 1 else ahead) + more)
@@ -65,48 +124,59 @@ def forward_only(ranks: int, virtual: int, batches: int) -> list[list[Action]]:
     ]
 
 
-def check_table(table: Table, stages: int, batches: int, trains: bool = True) -> None:
-    """Raise ValueError for a table that lacks or repeats an action, or in which ranks wait for one another for ever, whatever they take."""
-    ranks = len(table)
-    kinds: tuple[Kind, ...] = ("forward", "backward") if trains else ("forward",)
-    wanted = {Action(kind, stage, batch) for kind in kinds for stage in range(stages) for batch in range(batches)}
-    got = [action for row in table for action in row]
+def check_table(table: Table, pipeline: Pipeline, batches: int, trains: bool = True) -> None:
+    """Raise ValueError for a table that lacks or repeats a pass, or in which ranks wait for one another for ever, whatever they take."""
+    kinds: tuple[Kind, ...] = ("forward", "input", "weight") if trains else ("forward",)
+    wanted = {
+        Action(kind, stage, batch) for kind in kinds for stage in range(pipeline.stages) for batch in range(batches)
+    }
+    rows = [[part for entry in row for part in entry.parts] for row in table]
+    got = [done for row in rows for part in row for done in gives(part)]
     if len(got) != len(wanted) or set(got) != wanted:
-        raise ValueError(f"the table has {len(got)} actions, not {len(wanted)}: each pass of each micro-batch once")
-    for rank, row in enumerate(table):
-        for action in row:
-            if rank_of(action.stage, ranks) != rank:
-                raise ValueError(f"rank {rank} does not hold stage {action.stage}")
+        raise ValueError(f"the table has {len(got)} passes, not {len(wanted)}: each pass of each micro-batch once")
+    for rank, row in enumerate(rows):
+        for part in row:
+            if pipeline.rank_of(part.stage) != rank:
+                raise ValueError(f"rank {rank} does not hold stage {part.stage}")
     done: set[Action] = set()
-    at = [0] * ranks
-    while sum(at) < len(got):
-        ready = [
-            rank
-            for rank in range(ranks)
-            if at[rank] < len(table[rank]) and needs(table[rank][at[rank]], stages) <= done
-        ]
+    at = [0] * len(table)
+    while len(done) < len(got):
+        going = [rank for rank, row in enumerate(table) if at[rank] < len(row)]
+        ready = [rank for rank in going if needs(table[rank][at[rank]], pipeline) <= done]
         if not ready:
-            stuck = [table[rank][at[rank]] for rank in range(ranks) if at[rank] < len(table[rank])]
-            raise ValueError(f"ranks wait for one another at {stuck}")
+            raise ValueError(f"ranks wait for one another at {[table[rank][at[rank]] for rank in going]}")
         for rank in ready:
-            done.add(table[rank][at[rank]])
+            done.update(each for part in table[rank][at[rank]].parts for each in gives(part))
             at[rank] += 1
 
 
-def needs(action: Action, stages: int) -> set[Action]:
-    """The actions that must be done before one."""
-    stage, batch = action.stage, action.batch
-    if action.kind == "forward":
-        return {Action("forward", stage - 1, batch)} if stage else set()
-    after = {Action("backward", stage + 1, batch)} if stage + 1 < stages else set()
-    return {Action("forward", stage, batch), *after}
+def gives(action: Action) -> tuple[Action, ...]:
+    """What is done with an action: a backward pass in one gives the gradients of input and weights."""
+    if action.kind != "backward":
+        return (action,)
+    return Action("input", action.stage, action.batch), Action("weight", action.stage, action.batch)
 
 
-def check_stages(blocks: int, ranks: int, virtual: int) -> None:
+def needs(entry: Action | Pair, pipeline: Pipeline) -> set[Action]:
+    """What must be done before an entry of a table."""
+    found = set()
+    for action in entry.parts:
+        stage, batch = action.stage, action.batch
+        if action.kind == "weight":
+            found.add(Action("input", stage, batch))
+        elif action.kind == "forward":
+            found |= {Action("forward", stage - 1, batch)} if stage else set()
+        else:
+            found |= {Action("input", stage + 1, batch)} if stage + 1 < pipeline.stages else set()
+            found.add(Action("forward", stage, batch))
+    return found
+
+
+def check_stages(blocks: int, pipeline: Pipeline) -> None:
     """Raise UserError for more stages than blocks."""
-    if ranks * virtual > blocks:
+    if pipeline.stages > blocks:
         raise UserError(
-            f"parallel.pp {ranks} x parallel.virtual {virtual} makes {ranks * virtual} stages, and the model has {blocks} blocks: each "
+            f"parallel.pp {pipeline.ranks} x parallel.virtual {pipeline.virtual} makes {pipeline.stages} stages, and the model has {blocks} blocks: each "
             f"stage needs one, so use at most {blocks} together"
         )
 

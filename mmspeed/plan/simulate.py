@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .schedules import Action, Table, interleaved, needs, rank_of
+from .schedules import Action, Pair, Pipeline, Table, gives, needs
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step: its length, when each action begins and ends, and each rank's most micro-batches in flight, counted by stages."""
+    """A step: its length, when each entry of its table begins and ends, and each rank's most micro-batches in flight, counted by stages."""
 
     step: float
-    spans: tuple[tuple[tuple[Action, float, float], ...], ...]  # by rank
+    spans: tuple[tuple[tuple[Action | Pair, float, float], ...], ...]  # by rank
     in_flight: tuple[int, ...]
 
     @property
@@ -35,46 +35,51 @@ class Simulated:
         return self.step - max(self.busy)
 
 
-def reckoned(ranks: int, virtual: int, batches: int, more: int = 0) -> Simulated:
-    """A step of interleaved 1F1B with equal stages, whose backward passes take twice as long as the forward ones; free messages."""
-    table = interleaved(ranks, virtual, batches, more)
-    return simulate(table, ranks * virtual, lambda action: 1.0 if action.kind == "forward" else 2.0)
+def reckoned(pipeline: Pipeline, batches: int) -> Simulated:
+    """A step of equal stages, whose passes for the gradients of input and weights take as long as the forward ones; free messages."""
+    return simulate(pipeline.table(batches), pipeline, lambda action: 2.0 if action.kind == "backward" else 1.0)
 
 
 def picture(step: Simulated, unit: float = 1.0) -> list[str]:
-    """A line for each rank: in each unit of time the micro-batch whose forward pass (digits) or backward pass (letters) runs, or a dot."""
+    """A line for each rank: in each unit of time the micro-batch whose forward pass (digits), backward pass (letters) or pass for weights (capitals) runs, or a dot."""
     lines = []
     for rank, row in enumerate(step.spans):
         cells = ["."] * round(step.step / unit)
-        for action, begin, end in row:
-            base, signs = ("0", 10) if action.kind == "forward" else ("a", 26)
-            sign = chr(ord(base) + action.batch % signs)
-            cells[round(begin / unit) : round(end / unit)] = [sign] * (round(end / unit) - round(begin / unit))
+        for entry, begin, end in row:
+            each = (end - begin) / len(entry.parts)
+            for place, part in enumerate(entry.parts):
+                base, signs = {"forward": ("0", 10), "weight": ("A", 26)}.get(part.kind, ("a", 26))
+                first, last = (round((begin + each * (place + more)) / unit) for more in (0, 1))
+                cells[first:last] = [chr(ord(base) + part.batch % signs)] * (last - first)
         lines.append(f"{rank:>3} {''.join(cells)}")
     return lines
 
 
-def simulate(table: Table, stages: int, seconds: Callable[[Action], float], message: float = 0.0) -> Simulated:
-    """The events of a step. `message`: seconds from one rank to another. Raises ValueError where ranks wait for one another for ever."""
-    ranks = len(table)
+def simulate(table: Table, pipeline: Pipeline, seconds: Callable[[Action], float], message: float = 0.0) -> Simulated:
+    """The events of a step. `message`: seconds from one rank to another. Raises ValueError where ranks wait for one another for ever.
+
+    A pair takes as long as both of its passes.
+    """
     ends: dict[Action, float] = {}
-    spans: list[list[tuple[Action, float, float]]] = [[] for _ in table]
-    flying, most = [0] * ranks, [0] * ranks
+    spans: list[list[tuple[Action | Pair, float, float]]] = [[] for _ in table]
+    flying, most = [0] * len(table), [0] * len(table)
     left = sum(map(len, table))
     while left:
         before = left
         for rank, row in enumerate(table):
             while len(spans[rank]) < len(row):
-                action = row[len(spans[rank])]
-                before_it = needs(action, stages)
-                if not before_it <= ends.keys():
+                entry = row[len(spans[rank])]
+                wanted = needs(entry, pipeline)
+                if not wanted <= ends.keys():
                     break
-                comes = (ends[each] + (message if rank_of(each.stage, ranks) != rank else 0.0) for each in before_it)
+                comes = (ends[each] + (message if pipeline.rank_of(each.stage) != rank else 0.0) for each in wanted)
                 begin = max([spans[rank][-1][2] if spans[rank] else 0.0, *comes])
-                ends[action] = begin + seconds(action)
-                spans[rank].append((action, begin, ends[action]))
-                flying[rank] += 1 if action.kind == "forward" else -1
-                most[rank] = max(most[rank], flying[rank])
+                end = begin + sum(map(seconds, entry.parts))
+                spans[rank].append((entry, begin, end))
+                for done in (each for part in entry.parts for each in gives(part)):
+                    ends[done] = end
+                    flying[rank] += {"forward": 1, "weight": -1}.get(done.kind, 0)
+                    most[rank] = max(most[rank], flying[rank])
                 left -= 1
         if left == before:
             raise ValueError("ranks wait for one another for ever")

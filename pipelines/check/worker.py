@@ -42,6 +42,7 @@ from mmspeed.pipelines.check.exchanges import wrong_exchanges
 from mmspeed.pipelines.domains.small import value_off_start
 from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, place
 from mmspeed.pipelines.tasks import make_task
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import Batch, StepData, source_of
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
@@ -214,7 +215,7 @@ def _step(config: RunConfig, kind: str, step: StepData, parts: Assembly, placeme
     by_rank = [
         [MicroBatchDigest(*one) for one in row] for row in comm.all_gather_objects([_met(batch) for batch in batches])
     ]
-    last = by_rank[-len(by_rank) // config.parallel.pipeline :]  # every stage reads the same
+    last = by_rank[-len(by_rank) // Pipeline.of(config.parallel).ranks :]  # every stage reads the same
     problems = disagreements(last, config.parallel.together(split=True), config.parallel.together(split=False))
     problems += other_gradients(by_rank_sums, staged=placement.mesh.staged)
     splits = any(shape.splits for shape in step.counts)

@@ -41,6 +41,7 @@ from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.run.compiling import EAGER, Compiling, compiling
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.pipelines.tasks import Task
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import InitializesWeights, RunPlace, blocks_of, source_of, trainable
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ def _placed(
         if not learns:
             raise UserError("parallel.pp: a model that does not train is not divided into stages: leave pp at 1")
         (group,) = placement.mesh.across_stages()
-        cut_into_stages(bare, group, config.parallel.virtual, int(config.parallel.extra_warmup))
+        cut_into_stages(bare, group, Pipeline.of(config.parallel))
     keeping, host = None, learns and config.host_base
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)

@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from mmspeed import rng
-from mmspeed.axes import AxisSizes
 from mmspeed.cli.launch import cores
 from mmspeed.comm import all_gather_objects, barrier
 from mmspeed.config.parallel import ParallelConfig
@@ -229,7 +228,7 @@ class _SchemeBench:
 
     def row(self, scheme: LayoutScheme, plain: _BenchStep) -> SchemeRow:
         """All of one scheme, beside a step of one process."""
-        mesh = make_mesh(self.device, AxisSizes(**scheme.parallel.sizes()))
+        mesh = make_mesh(self.device, scheme.parallel.axis_sizes())
         layout = make_layout(mesh, scheme.parallel)
         step = _BenchStep(plain.config, self.latent, layout)
         split: list[Taken] = []

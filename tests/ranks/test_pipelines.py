@@ -28,6 +28,7 @@ from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 from mmspeed.parallel.stages import cut_into_stages
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import Batch, Item, Term, Terms
 from mmspeed.protocols.plan import declare_plan
 from mmspeed.shapes import Bucket
@@ -141,7 +142,7 @@ def compared(kind: str, parallel: ParallelConfig, count: int, meshes: Meshes) ->
     mesh, layout = meshes.of(parallel)
     lanes, lane = mesh.reader().count, mesh.reader().index
     (group,) = mesh.across_stages()
-    cut_into_stages(model, group, parallel.virtual, int(parallel.extra_warmup))
+    cut_into_stages(model, group, Pipeline.of(parallel))
     model = parallelize(model, mesh, "fsdp", layout=layout)
     own = [replace(batch, weights_I=batch.weights_I * share) for batch in batches[lane::lanes]]
     runner = runner_of(model, "fsdp", torch.device("cpu"))

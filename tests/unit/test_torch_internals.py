@@ -28,6 +28,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
 from mmspeed.parallel import take_float32_gradients
+from mmspeed.plan.schedules import Pipeline
 from tests.support.graphs import CountingBackend
 from tests.support.spawn import run_ranks
 
@@ -456,23 +457,18 @@ def test_memory_tracker_class() -> None:
     assert events == ["before Linear False 2", "after Linear", "back Linear True"]
 
 
-@pytest.mark.slow
 def staged(rank_count: int) -> float:
     """The gradient of the first of two stages, of micro-batches of two lengths, beside that of both on one process."""
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     weights = [torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)]
     xs = [torch.arange(1.0, 3.0), torch.arange(1.0, 5.0), torch.ones(1)]
-    rows = {
-        0: [("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("F", 0, 2), ("B", 0, 1), ("B", 0, 2)],
-        1: [(k, 1, m) for m in range(3) for k in "FB"],
-    }
     told: list[int] = []
 
     def forward(stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
         return ((xs[number] * weights[0]),) if stage == 0 else (came[0] * weights[1]).square().sum()
 
-    actions = internals.PipelineActions(rows, [rank], rank_count, 3, 1, torch.device("cpu"), group)
+    actions = internals.PipelineActions(Pipeline(2).table(3), [rank], rank_count, 3, 1, torch.device("cpu"), group)
     for _ in range(2):
         actions.run(forward, lambda number: [xs[number]], told.append)
     assert told == [rank, rank] and internals.pipeline_stage() is internals.pipeline_stage()

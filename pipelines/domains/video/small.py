@@ -33,6 +33,7 @@ from mmspeed.models.sections import AnySection, call_of, opened_of, sora_section
 from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.pipelines.diffusion.predictor import Predictor, make_predictor
 from mmspeed.pipelines.domains.small import shrunk_size
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import SmallRun, TextEntry
 from mmspeed.protocols.calls import IMAGES
 from mmspeed.shapes import Bucket, Strides
@@ -109,7 +110,7 @@ def small_sora(config: Config, folder: Path) -> SmallRun:
     strides, remarks = known_strides(config)
     model = resolve_config(sora_section(config, "this check"), CHANNELS, TEXT_WIDTH)
     parallel = config.parallel
-    section = shrunk_model(model, parallel.together(split=False), parallel.stages)
+    section = shrunk_model(model, parallel.together(split=False), Pipeline.of(parallel).stages)
     if model.sparse is not None:
         remarks += [
             "attention is dense in this check: over a ring, sparse attention has other plans than in one process"

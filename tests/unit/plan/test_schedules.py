@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
-from mmspeed.plan.schedules import Action, check_table, forward_only, interleaved, stage_bounds
+from mmspeed.plan.schedules import Action, Pipeline, check_table, forward_only, interleaved, stage_bounds
 from mmspeed.plan.simulate import picture, reckoned, simulate
 
 
@@ -17,15 +17,16 @@ def test_any_number_of_micro_batches_keeps_the_closed_form() -> None:
     for ranks in range(1, 17):
         for virtual in range(1, 5):
             for batches in sorted({1, ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks + 1, 64}):
-                check_table(interleaved(ranks, virtual, batches), ranks * virtual, batches)
+                pipeline = Pipeline(ranks, virtual)
+                check_table(pipeline.table(batches), pipeline, batches)
                 if batches >= ranks:  # in units of a stage's forward pass, of which a rank's has `virtual`
-                    assert reckoned(ranks, virtual, batches).bubble == (ranks - 1) * 3, (ranks, virtual, batches)
+                    assert reckoned(pipeline, batches).bubble == (ranks - 1) * 3, (ranks, virtual, batches)
 
 
 @pytest.mark.parametrize("more, expected", [(0, (11, 9, 7, 5)), (1, (12, 10, 8, 6))])
 def test_micro_batches_in_flight(more: int, expected: tuple[int, ...]) -> None:
-    assert reckoned(4, 2, 8, more).in_flight == expected
-    assert reckoned(4, 1, 8).in_flight == (4, 3, 2, 1)
+    assert reckoned(Pipeline(4, 2, more), 8).in_flight == expected
+    assert reckoned(Pipeline(4), 8).in_flight == (4, 3, 2, 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -57,19 +58,20 @@ def test_random_durations_and_messages_never_lock() -> None:
     draw = random.Random(0)
     for _ in range(1000):
         ranks, virtual, batches = draw.randint(1, 8), draw.randint(1, 4), draw.randint(1, 24)
-        table = interleaved(ranks, virtual, batches, draw.randint(0, 1))
-        check_table(table, ranks * virtual, batches)
+        pipeline = Pipeline(ranks, virtual, draw.randint(0, 1))
+        table = pipeline.table(batches)
+        check_table(table, pipeline, batches)
         lengths = {action: draw.random() for row in table for action in row}
-        step = simulate(table, ranks * virtual, lengths.__getitem__, draw.random())
+        step = simulate(table, pipeline, lengths.__getitem__, draw.random())
         assert [[action for action, _, _ in row] for row in step.spans] == table
         assert step.step >= max(sum(lengths[action] for action in row) for row in table)
-    check_table(forward_only(3, 2, 5), 6, 5, trains=False)
+    check_table(forward_only(3, 2, 5), Pipeline(3, 2), 5, trains=False)
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda table: table[0].pop(), "has 15 actions, not 16"),
+        (lambda table: table[0].pop(), "has 22 passes, not 24"),
         (lambda table: table[0].append(table[1].pop()), "does not hold stage"),
         (lambda table: table[1].reverse(), "wait for one another"),
     ],
@@ -78,9 +80,9 @@ def test_a_wrong_table_is_refused(change: object, words: str) -> None:
     table = interleaved(2, 1, 4)
     change(table)  # type: ignore[operator]
     with pytest.raises(ValueError, match=words):
-        check_table(table, 2, 4)
+        check_table(table, Pipeline(2), 4)
 
 
 def test_the_picture_of_a_step() -> None:
-    assert picture(reckoned(2, 1, 2)) == ["  0 01..aa.bb", "  1 .0aa1bb.."]
+    assert picture(reckoned(Pipeline(2), 2)) == ["  0 01..aa.bb", "  1 .0aa1bb.."]
     assert [len(part) for part in stage_bounds(7, 3)] == [3, 2, 2]
