@@ -53,7 +53,7 @@ class PipelineRunner:
 
         actions, self.batches = self._actions(len(batches)), len(batches)
         try:
-            actions.run(forward, lambda number: self.stages.shapes(lambda: call(window.look(number))), last)
+            actions.run(forward, lambda *at: self.stages.shapes(at[0], lambda: call(window.look(at[1]))), last)
         except RuntimeError as error:
             if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
                 raise error.__cause__ from None

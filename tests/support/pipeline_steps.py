@@ -224,7 +224,9 @@ def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[
     model = parallelize(model, mesh, strategy, layout=layout, keeping=keeping, compile=compiled)  # type: ignore[arg-type]
     if case["memory"] == "states on the host":
         config = TrainConfig(lr=1e-6, warmup_steps=0)  # so little that the second gradients hardly feel roundings
-        optimizer: Any = make_optimizer(model, config, MemoryConfig(states="host" if world > 1 else "device"), mesh=mesh)
+        optimizer: Any = make_optimizer(
+            model, config, MemoryConfig(states="host" if world > 1 else "device"), mesh=mesh
+        )
     else:
         optimizer = Still(model.parameters())
     grads, update = Grads(), optimizer.step
