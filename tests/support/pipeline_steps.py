@@ -89,10 +89,11 @@ DRAWN = 3000
 
 
 def possible(case: Combination) -> bool:
-    """False for axes that a model does not have."""
+    """False for axes that a model does not have, and for graphs over exchanges, which take long and are no matter of stages."""
     axes = LAYOUTS[int(case["world"])][case["layout"]].keys()
     experts = case["kind"] in ("experts", "latent") or not axes & {"ep", "etp"}
-    return experts and (case["kind"] == "sora" or "dsp" not in axes)
+    whole = case["memory"] != "compiled" or case["layout"] in ("stages", "shards")
+    return whole and experts and (case["kind"] == "sora" or "dsp" not in axes)
 
 
 @cache
