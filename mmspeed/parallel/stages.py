@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmspeed.comm import broadcast_object
+from mmspeed.comm import Ledger, broadcast_object
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
 from mmspeed.plan.schedules import Pipeline, check_stages, stage_bounds
@@ -91,6 +91,7 @@ class Stages:
         self.own = tuple(pipeline.own(dist.get_rank(group)))
         self.everywhere: tuple[str, ...] = ()
         self.tokens: BetweenStages | None = None  # of a model whose tokens several processes share
+        self.ledger = Ledger()  # of the exchanges within stages
         self.passing: Passing | None = None
 
     def __deepcopy__(self, memo: Any) -> Stages:
