@@ -13,7 +13,7 @@ from mmspeed.plan.simulate import Exchange, Simulated, exposed, picture, reckone
 from tests.support.schedules import check_table
 
 SCHEDULES: tuple[tuple[ScheduleName, int], ...] = (
-    ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb_h1", 1), ("zbv", 2), ("dualpipe_v", 2),
+    ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb_h1", 1), ("zbv", 2), ("dualpipe_v", 2), ("overlap", 2), ("overlap", 3),
 )  # fmt: skip
 
 
@@ -37,13 +37,14 @@ def keeps_its_closed_form(pipeline: Pipeline, batches: int, draw: random.Random)
     bubble, flying = {
         "1f1b": (forward + backward, tuple(range(ranks, 0, -1))),
         "interleaved": (forward + backward, None),
+        "overlap": (forward + backward, None),
         "zb_h1": (forward + backward - 2 * weights, (ranks,) * ranks),
         "zbv": (max(inputs, 2 * inputs - 2 * weights), (2 * ranks,) * ranks),
         "dualpipe_v": (pair + backward - 3 * weights, None),
     }[schedule]
     case = pipeline, batches, forward, inputs, weights, pair
     assert max(step.waits) == (ranks - 1) * bubble, case  # of a stage, of which a rank's passes have `virtual`
-    assert step.bubble == max(step.waits) or schedule == "dualpipe_v", case  # whose first ranks have fewer pairs
+    assert step.bubble == max(step.waits) or pipeline.overlaps, case  # the first ranks have fewer pairs
     assert step.in_flight == flying or flying is None, case
     assert max(step.in_flight) == 2 * ranks + 1 or schedule != "dualpipe_v" or ranks == 1, case
 
@@ -52,7 +53,7 @@ def cases(ranks: Sequence[int]) -> Iterator[tuple[Pipeline, range]]:
     """Each schedule, with the numbers of micro-batches of the closed form up to 64."""
     for count in ranks:
         for schedule, virtual in SCHEDULES:
-            pipeline = Pipeline(count, virtual, schedule=schedule)
+            pipeline = Pipeline(count, virtual, int(schedule == "overlap"), schedule)
             yield pipeline, range(max(pipeline.least, count), 65)
 
 
@@ -84,7 +85,7 @@ def test_micro_batches_in_flight(more: int, expected: tuple[int, ...]) -> None:
 def test_fewer_micro_batches_than_fill_a_schedule_run_over_the_same_stages() -> None:
     for ranks in (2, 3, 5):
         for schedule, virtual in SCHEDULES:
-            pipeline = Pipeline(ranks, virtual, schedule=schedule)
+            pipeline = Pipeline(ranks, virtual, int(schedule == "overlap"), schedule)
             for batches in range(1, pipeline.least):
                 step = timed(pipeline, batches, 1, 1, 1, 3)
                 whole = timed(pipeline, pipeline.least, 1, 1, 1, 3)
