@@ -79,7 +79,7 @@ def test_random_steps_never_lock_and_the_check_agrees_with_the_simulator() -> No
         message = draw.random()
 
         def swaps(action: Action) -> list[Exchange]:
-            return [Exchange("experts", draw.choice(get_args(Lane)), draw.random(), draw.choice(("ahead", "inside", "behind")))]  # noqa: B023  # fmt: skip
+            return [Exchange("experts", draw.choice(get_args(Lane)), draw.random())]  # noqa: B023  # fmt: skip
 
         flying = check_table(table, pipeline, batches)
         step = simulate(table, pipeline, lengths.__getitem__, lambda _: message * draw.random(), exchanges=swaps)  # noqa: B023

@@ -96,14 +96,12 @@ def test_fewer_micro_batches_than_fill_a_schedule_run_over_the_same_stages() -> 
 def test_what_exchanges_cost() -> None:
     pipeline = Pipeline(4, 2, schedule="dualpipe_v")
     table = pipeline.table(16)
-    experts, gathers = Exchange("experts", "outer", 1.0), Exchange("gathers", "inner", 1.0, "ahead")
-    sums = replace(gathers, kind="sums", when="behind")
+    experts = Exchange("experts", "outer", 1.0)
 
     def cost(*exchanges: Exchange, message: float = 0.0, table: Table = table) -> dict[str, float]:
         return exposed(table, pipeline, lambda _: 9.0, message, exchanges=lambda _: exchanges)
 
     assert cost() == {"messages": 0.0}
-    assert cost(gathers, sums) == {"messages": 0.0, "gathers": 1.0, "sums": 1.0}  # of the first entry, of the last
     apart = [[part for entry in row for part in entry.parts] for row in table]
     assert cost(experts)["experts"] < 0.4 * cost(experts, table=apart)["experts"]  # those of pairs are hidden
     assert cost(experts, message=1.0)["messages"] > 0
@@ -117,14 +115,12 @@ def test_lanes() -> None:
 
     def ends(*exchanges: Exchange) -> list[float]:
         step = simulate([[*first, pair]], one, lambda _: 1.0, exchanges=lambda _: exchanges)
-        return [end for _, _, end in step.spans[0]] + [step.step]
+        return [end for _, _, end in step.spans[0]]
 
-    assert ends() == [1.0, 2.0, 4.0, 4.0]
-    assert ends(swap) == [3.0, 6.0, 10.0, 10.0]
-    assert ends(swap, replace(swap, lane="outer", seconds=0.5)) == [3.5, 7.0, 11.0, 11.0]
-    assert ends(replace(swap, seconds=0.5)) == [1.5, 3.0, 5.0, 5.0]
-    assert ends(replace(swap, when="behind")) == [1.0, 2.0, 4.0, 9.0]
-    assert ends(replace(swap, when="ahead")) == [3.0, 5.0, 10.0, 10.0]
+    assert ends() == [1.0, 2.0, 4.0]
+    assert ends(swap) == [3.0, 6.0, 10.0]
+    assert ends(swap, replace(swap, lane="outer", seconds=0.5)) == [3.5, 7.0, 11.0]
+    assert ends(replace(swap, seconds=0.5)) == [1.5, 3.0, 5.0]
 
 
 def test_messages_of_a_rank_follow_one_another() -> None:
