@@ -29,13 +29,13 @@ class Exchange:
 class Simulated:
     """A step: its length, when each entry of its table begins and ends, each rank's most micro-batches in flight, counted by stages.
 
-    kept: the most that each rank keeps for backward passes: bytes.
+    kept: the most that each rank keeps for backward passes: bytes; none of a measured step.
     """
 
     step: float
     spans: tuple[tuple[tuple[Action | Pair, float, float], ...], ...]  # by rank
     in_flight: tuple[int, ...]
-    kept: tuple[float, ...]
+    kept: tuple[float, ...] = ()
 
     @property
     def busy(self) -> tuple[float, ...]:
