@@ -59,7 +59,7 @@ def drawn(draw: random.Random) -> tuple[Pipeline, int]:
     schedule = draw.choice(get_args(ScheduleName))
     virtual = {"1f1b": 1, "zb_h1": 1, "interleaved": draw.randint(2, 4), "overlap": draw.randint(2, 4)}.get(schedule, 2)
     more = {"1f1b": draw.randint(0, 1), "interleaved": draw.randint(0, 1), "overlap": 1}.get(schedule, 0)
-    return Pipeline(draw.randint(1, 5), virtual, more, schedule), draw.randint(1, 11)
+    return Pipeline(draw.randint(1, 5), virtual, more, schedule), draw.randint(1, 9)
 
 
 def accepts(check: Any) -> bool:
