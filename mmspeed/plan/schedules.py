@@ -187,7 +187,7 @@ SPLIT = {
     "zb_h1": _zb_h1,
     "zbv": _zbv,
     "dualpipe_v": _dualpipe_v,
-}  # schedules with passes for the gradients of weights alone
+}  # those with passes for the gradients of weights alone
 
 
 def _spelled(words: str, own: Sequence[int], batches: int) -> list[Action | Pair]:
