@@ -415,6 +415,11 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         if shards == 1:
             gathered //= 2  # the next block is not fetched before
         of_block = gathered
+        if Pipeline.of(parallel).overlaps:  # neither pass frees the weights that the other one uses
+            gathered, of_block = (
+                sum(own // 4 for own in figures.gradients) * parse_dtype(config.device.dtype).itemsize,
+                0,
+            )
         gathered += (numbers - sum(own // 4 for own in figures.gradients)) * parse_dtype(config.device.dtype).itemsize
 
         def whole(count: int, of_experts: int) -> int:

@@ -54,7 +54,7 @@ def rank_ends(
     """The ends of a rank's stages; `model` is cut into them. Blocks do not run here."""
     made: list[Any] = []
     of_batch, _ = gauge.section(lambda: made.append(batch()))
-    like = stages.shapes(lambda: loss(made[0]))
+    like = stages.shapes(1, lambda: loss(made[0]))
     message = sum(tensor.nbytes for tensor in like)
     numbers, frozen = weights_of(model)
     for _, block in blocks_of(model):
