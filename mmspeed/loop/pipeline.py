@@ -94,6 +94,7 @@ class PipelineRunner:
     def _actions(self, count: int) -> PipelineActions:
         if count not in self._known:
             table = self.stages.pipeline.table(count)
+            assert self.group is not None
             take = None if self.gradients is None else self.gradients.take
             travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
             self._known[count] = PipelineActions(
