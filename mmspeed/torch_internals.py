@@ -383,11 +383,13 @@ class PipelineActions:
         forward: Callable[[int, int, tuple[Tensor, ...]], Any],
         like: Callable[[int], Sequence[Tensor]],
         last: Callable[[int], None],
+        around: Callable[[Any, int, int], AbstractContextManager[object]],
+        sent: Callable[[str, int, Sequence[Tensor]], None],
     ) -> None:
-        """Run a step."""
+        """Run a step. `around(kind, stage, micro-batch)`: made around each backward pass; `sent(what, to stage, tensors)`: called with each message."""
         self._schedule._has_backward = True
         for stage in self._stages:
-            stage.begin(forward, like, last)
+            stage.begin(forward, like, last, around, sent)
             stage.clear_runtime_states()
         numbers: list[Any] = [{"micro_batch": number} for number in range(self._count)]
         nothing: list[Any] = [None] * self._count
@@ -416,8 +418,8 @@ def pipeline_stage() -> Any:
             super().__init__(nn.Identity(), number, stages, device, input_args=one, output_args=one, group=group)
             self.count, self.travels = count, travels
 
-        def begin(self, forward: Any, like: Any, last: Any) -> None:
-            self.forward_of, self.like, self.last = forward, like, last
+        def begin(self, forward: Any, like: Any, last: Any, around: Any, sent: Any) -> None:
+            self.forward_of, self.like, self.last, self.around, self.sent = forward, like, last, around, sent
             self.has_backward, self.chunks = True, self.count
             self.args_recv_info, self.grad_recv_info = {}, {}
             after = [] if self.is_last else [self.stage_index + 1]
@@ -448,6 +450,16 @@ def pipeline_stage() -> Any:
             self.grad_recv_info[micro_batch] = self._room(sent, self.stage_index + 1, True)
             return super().get_bwd_recv_ops(micro_batch)
 
+        def get_fwd_send_ops(self, micro_batch: int) -> Any:
+            ops = super().get_fwd_send_ops(micro_batch)
+            self.sent("activations", self.stage_index + 1, [op.tensor for op in ops])
+            return ops
+
+        def get_bwd_send_ops(self, micro_batch: int) -> Any:
+            ops = super().get_bwd_send_ops(micro_batch)
+            self.sent("gradients", self.stage_index - 1, [op.tensor for op in ops])
+            return ops
+
         def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
             self.args_recv_info[micro_batch] = self._room(outputs, self.stage_index - 1, False)
             super().set_local_fwd_input(outputs, micro_batch)
@@ -464,9 +476,14 @@ def pipeline_stage() -> Any:
         ) -> None:
             if last_backward:
                 self.last(self.stage_index)
-            super().backward_one_chunk(number, loss, full_backward, last_backward)
+            with self.around("backward" if full_backward else "input", self.stage_index, number):
+                super().backward_one_chunk(number, loss, full_backward, last_backward)
             self.args_recv_info.pop(number, None)
             self.grad_recv_info.pop(number, None)
+
+        def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:
+            with self.around("weight", self.stage_index, number):
+                super().backward_weight_one_chunk(number, last_backward)
 
     return Stage
 

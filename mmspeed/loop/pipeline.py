@@ -5,23 +5,32 @@ Micro-batches may have shapes of their own, and any number of them makes a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mmspeed import comm
+from mmspeed.data.cache.files import write_whole
+from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy
 from mmspeed.parallel.stages import Stages, everywhere, stages_of
 from mmspeed.parallel.tensor import local, sum_together
+from mmspeed.plan.measured_pipeline import Pass, measured_step
+from mmspeed.plan.schedules import Kind
 from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
 from mmspeed.torch_internals import PipelineActions, is_fully_sharded
 
 from .callbacks import BaseCallback
 from .runner import Call, Runner, RunRecord, SequentialRunner, TermsOf, noted
+from .watch.marks import Marks
+from .watch.passes import Passes
 
 
 class PipelineRunner:
@@ -30,19 +39,31 @@ class PipelineRunner:
     def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
         self.model, self.stages, self.device, self.group = model, stages, device, stages.group
         self.batches = 0  # micro-batches of the last step
+        self.mark: Marks | None = None  # with which passes are timed; None: they are not
+        self.passes: Passes | None = None  # of the last step
         self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
 
     def run(
         self, call: Call, terms: TermsOf, batches: MicroBatches, divisors: Divisors, weight: float = 1.0
     ) -> RunRecord:
         record, window = RunRecord(), _Window(batches, len(self.stages.own))
+        passes = self.passes = None if self.mark is None else Passes(self.mark)
+
+        def around(kind: Kind, stage: int, number: int) -> AbstractContextManager[object]:
+            return nullcontext() if passes is None else passes.timing(kind, stage, number)
 
         def forward(stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
-            batch = window.take(number)
-            out = self.stages.run_stage(stage, came, lambda: call(batch))
-            if stage < self.stages.count - 1:
-                return out
-            return noted(record, batch, terms(out), divisors, weight)
+            with nullcontext() if passes is None else passes.own():
+                batch = window.take(number)
+            with around("forward", stage, number):
+                out = self.stages.run_stage(stage, came, lambda: call(batch))
+                if stage < self.stages.count - 1:
+                    return out
+                return noted(record, batch, terms(out), divisors, weight)
+
+        def like(number: int) -> list[Tensor]:
+            with nullcontext() if passes is None else passes.own():
+                return self.stages.shapes(lambda: call(window.look(number)))
 
         self._synchronize(False)
         left = [len(self.stages.own)]
@@ -53,12 +74,14 @@ class PipelineRunner:
 
         actions, self.batches = self._actions(len(batches)), len(batches)
         try:
-            actions.run(forward, lambda number: self.stages.shapes(lambda: call(window.look(number))), last)
+            actions.run(forward, like, last, around, self.stages.count_sent)
         except RuntimeError as error:
             if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
                 raise error.__cause__ from None
             raise
         self._sum_everywhere()
+        if passes is not None:
+            passes.finish()
         return record
 
     def _actions(self, count: int) -> PipelineActions:
@@ -91,7 +114,9 @@ class PipelineRunner:
         for parameter in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        sum_together([local(p.grad) for p in shared if p.grad is not None], self.group)
+        axis = self.stages.axis
+        for sent in sum_together([local(p.grad) for p in shared if p.grad is not None], self.group):
+            axis.count("all_reduce", 2 * sent * (axis.size - 1) // axis.size)  # as in a ring algorithm
 
 
 class _Window:
@@ -121,20 +146,48 @@ class _Window:
 
 
 class PipelineRows(BaseCallback):
-    """Tells of the last step's pipeline: its micro-batches, and the share of the step for which the busiest process stands still.
+    """Tells of the last step's pipeline, and writes when its passes began and ended into a file: of the stages of rank 0.
 
-    The share is reckoned: of equal stages, whose passes for the gradients of input and weights take as long as the forward ones.
+    `due`: whether a row is to come after a step, whose number, from 1, is given: passes are timed in such steps alone.
     """
 
-    def __init__(self, runner: PipelineRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: PipelineRunner, device: Device, due: Callable[[int], bool], file: Path | None) -> None:
+        self.runner, self.due, self.file = runner, due, file
+        self._mark = Marks(device)
+
+    def before_step(self, step: int) -> None:
+        self.runner.mark, self.runner.passes = self._mark if self.due(step + 1) else None, None
 
     def row(self) -> dict[str, Any]:
-        runner = self.runner
+        """The micro-batches of the step, the share of it for which the busiest process stands still, and the waits of each process.
+
+        `reckoned_bubble`: that share of equal stages, whose passes for the gradients of input and weights take as long as the forward
+        ones. `exposed`: the share that exchanges between stages add. A collective call.
+        """
+        runner, pipeline = self.runner, self.runner.stages.pipeline
         if not runner.batches:
             return {}
-        step = reckoned(runner.stages.pipeline, runner.batches)
-        return {"pipeline": {"micro_batches": runner.batches, "bubble": round(step.idle, 4)}}
+        ranks = None if runner.passes is None else comm.all_gather_objects(runner.passes.read(), runner.group)
+        if self.file is None:
+            return {}
+        fields: dict[str, Any] = {
+            "micro_batches": runner.batches,
+            "reckoned_bubble": round(reckoned(pipeline, runner.batches).idle, 4),
+        }
+        if ranks is not None:
+            own = [([Pass(*each) for each in passes], length) for passes, length in ranks]
+            found = measured_step(own, pipeline, runner.batches)
+            step = found.step
+            waits = {kind: [round(value, 6) for value in of_ranks] for kind, of_ranks in found.waits.items()}
+            fields |= {
+                "bubble": round(step.idle, 4),
+                "exposed": round(found.exposed / step.step, 4),
+                "seconds": round(step.step, 6),
+                "compute": [round(value, 6) for value in step.busy],
+                "waits": waits,
+            }
+            write_whole(self.file, found.to_json().encode())
+        return {"pipeline": fields}
 
 
 def runner_of(model: nn.Module, strategy: Strategy, device: torch.device) -> Runner:

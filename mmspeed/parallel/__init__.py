@@ -135,6 +135,7 @@ def parallelize(
         autocast(model, compute_dtype)
     if stages is not None:
         mix_in(model, StageModel, rename=False)
+        stages.axis = layout.stages
         if layout.size > 1 and stages.splits_in_blocks:
             raise UserError(
                 f"parallel.pp with tp, ulysses or ring: {type(model).__name__} splits its tokens in its first block, which only the first "
