@@ -44,6 +44,7 @@ class PipelineRunner:
         self.gradients = let_weights_wait(model) if pipeline.splits or pipeline.overlaps else None
         self.turns = Turns(stages.axis.ledger, device, self._fill) if pipeline.overlaps else None
         self.batches = 0  # micro-batches of the last step
+        self.short_steps = 0  # steps of fewer micro-batches than fill the schedule
         self.mark: Marks | None = None  # with which passes are timed; None: they are not
         self.passes: Passes | None = None  # of the last step
         self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
@@ -88,6 +89,7 @@ class PipelineRunner:
             (sum_gradients if last else keep_gradients)(self._blocks[stage])
 
         actions, self.batches = self._actions(len(batches)), len(batches)
+        self.short_steps += len(batches) < self.stages.pipeline.least
         try:
             actions.run(
                 forward,
@@ -195,7 +197,8 @@ class PipelineRows(BaseCallback):
         """The micro-batches of the step, the share of it for which the busiest process stands still, and the waits of each process.
 
         `reckoned_bubble`: that share of equal stages, whose passes for the gradients of input and weights take as long as the forward
-        ones. `exposed`: the share that exchanges between stages add. A collective call.
+        ones. `exposed`: the share that exchanges between stages add. `short_steps`: those since the last row that had fewer micro-batches
+        than fill the schedule. A collective call.
         """
         runner, pipeline = self.runner, self.runner.stages.pipeline
         if not runner.batches:
@@ -203,8 +206,10 @@ class PipelineRows(BaseCallback):
         ranks = None if runner.passes is None else comm.all_gather_objects(runner.passes.read(), runner.group)
         if self.file is None:
             return {}
+        short, runner.short_steps = runner.short_steps, 0
         fields: dict[str, Any] = {
             "micro_batches": runner.batches,
+            **({"short_steps": short} if short else {}),
             "reckoned_bubble": round(reckoned(pipeline, runner.batches).idle, 4),
         }
         if ranks is not None:

@@ -34,7 +34,7 @@ from tests.support.spawn import run_ranks
 __all__ = ["home"]  # a fixture
 FLOAT = 4
 LAYOUTS = {
-    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, virtual=2)],
+    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, virtual=2), ParallelConfig(pp=2, virtual=2, schedule="dualpipe_v")],
     4: [ParallelConfig(pp=4), ParallelConfig(pp=2, virtual=2, ulysses=2), ParallelConfig(pp=2, virtual=2)],
 }
 
@@ -71,7 +71,7 @@ def steps_of(kind: str, parallel: ParallelConfig, count: int, meshes: Meshes, fi
     traffic = stage_traffic(pipeline, dist.get_rank(group), [carried(kind, batch, parallel) for batch in batches])
     wanted = traffic.forward + traffic.backward + gradient_traffic(shared, parallel.pp, "pp")
     return {
-        "what": f"{kind}, {parallel.sizes()}, {count}",
+        "what": f"{kind}, {parallel.schedule}, {parallel.sizes()}, {count}",
         "sent": {what: n for what, n in sent.items() if what[1] == "pp"},
         "wanted": dict(wanted),
         "timed": timed,
@@ -104,6 +104,7 @@ def test_bytes_and_times_of_a_step_are_told(tmp_path: Path, world: int, counts: 
             row, what = found["row"], found["what"]
             assert found["sent"] == found["wanted"] and len(found["sent"]) > 1, what
             assert found["timed"] == [False, True]
+            assert row.get("short_steps", 0) == (2 if "dualpipe_v" in what and row["micro_batches"] < 4 else 0)
             for rank, computing in enumerate(row["compute"]):
                 waits = [of[rank] for of in row["waits"].values()]
                 assert computing + sum(waits) == pytest.approx(row["seconds"], abs=1e-4) and min(waits) >= 0, what
