@@ -12,14 +12,10 @@ from mmspeed.plan.simulate import Simulated, simulate
 
 
 def simulated(pipeline: Pipeline, batches: int, seed: int, message: float) -> Simulated:
-    took = random.Random(seed)
-    seconds = {
-        Action(kind, stage, batch): took.uniform(0.5, 1.5)  # type: ignore[arg-type]
-        for kind in ("forward", "backward")
-        for stage in range(pipeline.stages)
-        for batch in range(batches)
-    }
-    return simulate(pipeline.table(batches), pipeline, seconds.__getitem__, message)
+    drawn, took = random.Random(seed), dict[Action, float]()
+    for action in sorted((p for row in pipeline.table(batches) for e in row for p in e.parts), key=str):
+        took[action] = drawn.uniform(0.5, 1.5)
+    return simulate(pipeline.table(batches), pipeline, took.__getitem__, message)
 
 
 def measured(step: Simulated, pipeline: Pipeline, batches: int, late: list[float], own: float = 0.0) -> MeasuredStep:
@@ -35,17 +31,24 @@ def measured(step: Simulated, pipeline: Pipeline, batches: int, late: list[float
     return measured_step(ranks, pipeline, batches)
 
 
-@pytest.mark.parametrize("pipeline", [Pipeline(2), Pipeline(2, 2), Pipeline(4, 2, more=1), Pipeline(1, 3)])
+PIPELINES = [
+    Pipeline(2), Pipeline(2, 2), Pipeline(4, 2, more=1), Pipeline(1, 3), Pipeline(4, schedule="zb_h1"), Pipeline(2, 2, schedule="zbv"),
+    Pipeline(2, 2, schedule="dualpipe_v"), Pipeline(4, 2, more=1, schedule="overlap"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 @pytest.mark.parametrize("batches", [1, 3, 8])
 @pytest.mark.parametrize("message", [0.0, 0.4])
 def test_a_simulated_step_is_measured_as_it_is(pipeline: Pipeline, batches: int, message: float) -> None:
     step, free = (simulated(pipeline, batches, 1, each) for each in (message, 0.0))
-    found = measured(step, pipeline, batches, [0.0] * pipeline.ranks, own=0.1)
+    own = 0.0 if pipeline.overlaps else 0.1  # pairs: of both passes
+    found = measured(step, pipeline, batches, [0.0] * pipeline.ranks, own)
     assert found.step.step == pytest.approx(step.step)
     assert found.exposed == pytest.approx(step.step - free.step, abs=1e-9)
-    passes = 2 * batches * pipeline.virtual
-    assert found.waits["own"] == pytest.approx([0.1 * passes] * pipeline.ranks)
-    assert found.step.busy == pytest.approx([busy - 0.1 * passes for busy in step.busy])
+    works = [own * len(row) for row in step.spans]
+    assert found.waits["own"] == pytest.approx(works)
+    assert found.step.busy == pytest.approx([busy - work for busy, work in zip(step.busy, works, strict=True)])
     for rank, busy in enumerate(found.step.busy):
         assert busy + sum(of[rank] for of in found.waits.values()) == pytest.approx(step.step)
     assert found.waits["end"] == pytest.approx([step.step - row[-1][2] for row in step.spans])
