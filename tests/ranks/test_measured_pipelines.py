@@ -10,7 +10,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from mmspeed.config.parallel import ParallelConfig
@@ -27,8 +26,10 @@ from mmspeed.plan.schedules import Pipeline
 from mmspeed.plan.traffic import AttentionWorkload, carried_bytes, gradient_traffic, held_tokens, stage_traffic
 from mmspeed.protocols import Batch
 from tests.ranks.test_expert_states import home, train
-from tests.ranks.test_pipelines import MODELS
 from tests.support.added_model import Meshes
+from tests.support.language_steps import settings_of
+from tests.support.pipeline_steps import LATENTS, PLAIN, made
+from tests.support.sequence_steps import MODEL, Still
 from tests.support.spawn import run_ranks
 
 __all__ = ["home"]  # a fixture
@@ -42,47 +43,43 @@ LAYOUTS = {
 def carried(kind: str, batch: Batch, parallel: ParallelConfig) -> int:
     """Bytes of a micro-batch between two stages, from its shapes."""
     place = dist.get_rank() % parallel.group
-    if kind == "language":  # which splits evenly here
-        return carried_bytes(batch["ids"].numel() // parallel.group, 64, FLOAT, sums=1)
-    items, _, frames, height, width = batch["x"].shape
-    grid = (frames, height // 2, width // 2)
-    work = AttentionWorkload(items, grid, 32, 2, ("spatial", "temporal"), 16, 4, FLOAT, image=frames == 1)
-    return carried_bytes(items * held_tokens(work, parallel, "spatial")[place], 32, FLOAT)
+    if kind == "experts":  # which splits evenly here
+        return carried_bytes(batch["ids"].numel() // parallel.group, settings_of(PLAIN).hidden_size, FLOAT, sums=1)
+    latent, spans = LATENTS[int(batch["number"][1])], (MODEL.span(0), MODEL.span(1))
+    work = AttentionWorkload(2, MODEL.grid(latent), MODEL.width, MODEL.heads, spans, 1, 1, FLOAT, image=latent[0] == 1)
+    return carried_bytes(2 * held_tokens(work, parallel, spans[0])[place], MODEL.width, FLOAT)
 
 
 def steps_of(kind: str, parallel: ParallelConfig, count: int, meshes: Meshes, file: Path) -> dict[str, Any]:
-    """The bytes that each of two steps sent, those foretold, and the times and the row of the second one."""
-    model, batches, call, terms = MODELS[kind](count)
+    """The bytes that the second of two steps sent, those foretold, and its times and row."""
+    of = made(kind, 4)
     mesh, layout = meshes.of(parallel)
     (group,) = mesh.across_stages()
     pipeline = Pipeline.of(parallel)
-    model = parallelize(_cut(model, group, pipeline), mesh, "fsdp", layout=layout)
-    stages = vars(model)["_stages"]
-    runner = PipelineRunner(model, stages, torch.device("cpu"))
-    rows = PipelineRows(runner, Device("cpu", 0), lambda step: step == 2, file)
+    cut_into_stages(of.model, group, pipeline)
+    model = parallelize(of.model, mesh, "fsdp", layout=layout)
+    learner = of.learner(model, "fsdp", Still(model.parameters()))
+    assert isinstance(learner.runner, PipelineRunner)
+    rows = PipelineRows(learner.runner, Device("cpu", 0), lambda step: step == 2, file)
+    batches = [of.batch(number, number % 3, 1.0) for number in range(count)]
     before, timed = layout.ledger.copy(), []
     for step in range(2):
         rows.before_step(step)
         before = layout.ledger.copy()
-        runner.run(lambda batch: call(model, batch), terms, batches, {"samples": 2.0 * count})
-        timed.append(runner.passes is not None)
+        learner.run(batches, dict.fromkeys(("samples", "tokens", "real_tokens"), 9.0), 1.0)
+        timed.append(learner.runner.passes is not None)
     sent = layout.ledger.since(before).bytes
     shared = sum(local(p).numel() for _, p in everywhere(model)) * FLOAT
     traffic = stage_traffic(pipeline, dist.get_rank(group), [carried(kind, batch, parallel) for batch in batches])
     wanted = traffic.forward + traffic.backward + gradient_traffic(shared, parallel.pp, "pp")
     return {
         "what": f"{kind}, {parallel.schedule}, {parallel.sizes()}, {count}",
-        "sent": {what: n for what, n in sent.items() if what[1] == "pp"},
+        "sent": {what: n for what, n in sent.items() if what[1] == "pp" and n},
         "wanted": dict(wanted),
         "timed": timed,
         "row": rows.row()["pipeline"],
         "spans": spans_of(file.read_text()),
     }
-
-
-def _cut(model: Any, group: Any, pipeline: Pipeline) -> Any:
-    cut_into_stages(model, group, pipeline)
-    return model
 
 
 def all_steps(folder: str, counts: list[int]) -> list[dict[str, Any]]:
@@ -91,7 +88,7 @@ def all_steps(folder: str, counts: list[int]) -> list[dict[str, Any]]:
     return [
         steps_of(kind, parallel, count, meshes, file)
         for parallel in LAYOUTS[world]
-        for kind in ("video", "language")
+        for kind in ("sora", "experts")
         for count in counts
     ]
 
