@@ -43,6 +43,7 @@ class PipelineRunner:
         pipeline = stages.pipeline
         self.gradients = let_weights_wait(model) if pipeline.splits or pipeline.overlaps else None
         self.turns = Turns(stages.axis.ledger, device, self._fill) if pipeline.overlaps else None
+        self._filled = False  # an exchange of this backward pass hid gradients of weights
         self.batches = 0  # micro-batches of the last step
         self.short_steps = 0  # steps of fewer micro-batches than fill the schedule
         self.mark: Marks | None = None  # with which passes are timed; None: they are not
@@ -74,10 +75,8 @@ class PipelineRunner:
         if self.gradients is not None:
             self.gradients.take()  # of a step that an error ended
         self._synchronize(False)
-        if self.turns is not None and is_fully_sharded(
-            self.model
-        ):  # a pass must not free the weights that the other one uses
-            hold_whole(self.model)
+        if self.turns is not None and is_fully_sharded(self.model):
+            hold_whole(self.model)  # a pass must not free the weights that the other one of its pair uses
         left = [len(self.stages.own)]
 
         def before_last(stage: int) -> None:
@@ -86,11 +85,15 @@ class PipelineRunner:
                 self._synchronize(True, stage, whole=left[0] == 0)
 
         def after_weights(stage: int, last: bool) -> None:
+            if last and self.turns is not None:
+                self._fill()
             (sum_gradients if last else keep_gradients)(self._blocks[stage])
 
         actions, self.batches = self._actions(len(batches)), len(batches)
         self.short_steps += len(batches) < self.stages.pipeline.least
         try:
+            if self.turns is not None and not self.stages.pipeline.splits:
+                self.stages.axis.ledger.gives_way = self._fill
             actions.run(
                 forward,
                 like,
@@ -104,6 +107,8 @@ class PipelineRunner:
             if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
                 raise error.__cause__ from None
             raise
+        finally:
+            self.stages.axis.ledger.gives_way = None
         if self.gradients is not None:
             assert not self.gradients.left
             if is_fully_sharded(self.model):
@@ -114,14 +119,25 @@ class PipelineRunner:
         return record
 
     def _fill(self) -> None:
-        """Compute the gradients of weights that the backward pass has left so far."""
+        """Compute the gradients of weights that backward passes have left so far, while an exchange is on the way."""
         assert self.gradients is not None
-        self.gradients.take()()
+        if self.gradients.left:
+            self.gradients.take()()
+            for blocks in self._blocks.values():
+                keep_gradients(blocks)
+        self._filled = True
+
+    def _take(self) -> Callable[[], None]:
+        """A function for the gradients that a backward pass left. Those behind its last exchange go into the first one of the next pass."""
+        assert self.gradients is not None
+        filled, self._filled = self._filled, False
+        return (lambda: None) if filled and not self.stages.pipeline.splits else self.gradients.take()
 
     def _actions(self, count: int) -> PipelineActions:
         if count not in self._known:
             table = self.stages.pipeline.table(count)
-            take = None if self.gradients is None else self.gradients.take
+            assert self.group is not None
+            take = None if self.gradients is None else self._take
             travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
             self._known[count] = PipelineActions(
                 table, self.stages.own, self.stages.count, count, travels, self.device, self.group, take
