@@ -23,6 +23,23 @@ class Node:
     weights: float = 0.0
 
 
+@dataclass(frozen=True)
+class Part:
+    """Seconds of a part of a block, such as attention or experts: its passes, and the exchange between it and the part behind it."""
+
+    forward: float
+    input: float
+    weights: float
+    exchange: float
+
+
+def nodes_of(parts: Sequence[Part]) -> tuple[list[Node], list[Node]]:
+    """The nodes of a stage's forward pass and of its backward pass, which begins with the last exchange."""
+    before = [0.0, *(part.exchange for part in parts[:-1])]  # what is between a part and the one before it
+    back = [Node(part.input, swap, part.weights) for part, swap in zip(reversed(parts), reversed(before), strict=True)]
+    return [Node(part.forward, part.exchange) for part in parts], [Node(0.0, parts[-1].exchange), *back]
+
+
 def paired(forward: Sequence[Node], backward: Sequence[Node], ahead: int = 1) -> float:
     """Seconds of a pair. ahead: as of `mmspeed.parallel.turns.Turns`.
 
@@ -84,10 +101,9 @@ class Exposed:
         return (self.step.step - self.free.step) / self.step.step
 
 
-def exposed(
-    pipeline: Pipeline, batches: int, forward: Sequence[Node], backward: Sequence[Node], message: float = 0.0
-) -> Exposed:
-    """What a step's exchanges add; every stage has the same nodes, in the best order. message: of a send between ranks."""
+def exposed(pipeline: Pipeline, batches: int, parts: Sequence[Part], message: float = 0.0) -> Exposed:
+    """What a step's exchanges add; every stage has the same parts, in the best order. message: of a send between ranks."""
+    forward, backward = nodes_of(parts)
 
     def run(ahead: Sequence[Node], back: Sequence[Node]) -> Simulated:
         pair = best_order(ahead, back)[0]
