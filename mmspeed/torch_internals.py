@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -385,12 +385,17 @@ class PipelineActions:
         before_last: Callable[[int], None],
         after_weights: Callable[[int, bool], None] = lambda stage, last: None,
         together: Callable[[Callable[[], None], Callable[[], None]], None] | None = None,
+        around: Callable[[Any, int, int], AbstractContextManager[object]] = lambda *_: nullcontext(),
+        sent: Callable[[str, int, Sequence[Tensor]], None] = lambda *_: None,
     ) -> None:
-        """Run a step. together: runs the forward and the backward pass of a pair; None: one after the other."""
+        """Run a step. together: runs the forward and the backward pass of a pair; None: one after the other.
+
+        `around(kind, stage, micro-batch)` is made around each backward pass; `sent(what, to stage, tensors)` called with each message.
+        """
         self._together = together
         self._schedule._has_backward = True
         for stage in self._stages:
-            stage.begin(forward, like, before_last, after_weights)
+            stage.begin(forward, like, before_last, after_weights, around, sent)
             stage.clear_runtime_states()
         numbers: list[Any] = [{"micro_batch": number} for number in range(self._count)]
         nothing: list[Any] = [None] * self._count
@@ -512,9 +517,10 @@ def pipeline_stage() -> Any:
             )
             self.count, self.travels = count, travels
 
-        def begin(self, forward: Any, like: Any, before_last: Any, after_weights: Any) -> None:
+        def begin(self, forward: Any, like: Any, before_last: Any, after_weights: Any, around: Any, sent: Any) -> None:
             self.forward_of, self.like = forward, like
             self.before_last, self.after_weights = before_last, after_weights
+            self.around, self.told = around, sent
             self.dw_runner.clear()
             self.losses: dict[int, Tensor] = {}
             self.has_backward, self.chunks = True, self.count
@@ -550,6 +556,16 @@ def pipeline_stage() -> Any:
             self.grad_recv_info[micro_batch] = self._room(sent, self.stage_index + 1, True)
             return super().get_bwd_recv_ops(micro_batch)
 
+        def get_fwd_send_ops(self, micro_batch: int) -> Any:
+            ops = super().get_fwd_send_ops(micro_batch)
+            self.told("activations", self.stage_index + 1, [op.tensor for op in ops])
+            return ops
+
+        def get_bwd_send_ops(self, micro_batch: int) -> Any:
+            ops = super().get_bwd_send_ops(micro_batch)
+            self.told("gradients", self.stage_index - 1, [op.tensor for op in ops])
+            return ops
+
         def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
             self.args_recv_info[micro_batch] = self._room(outputs, self.stage_index - 1, False)
             super().set_local_fwd_input(outputs, micro_batch)
@@ -580,15 +596,17 @@ def pipeline_stage() -> Any:
             if last_backward:
                 self.before_last(self.stage_index)
             self.wait_for(number)
-            super().backward_one_chunk(number, self.losses.pop(number, None), full_backward, last_backward)
+            with self.around("backward" if full_backward else "input", self.stage_index, number):
+                super().backward_one_chunk(number, self.losses.pop(number, None), full_backward, last_backward)
+                if full_backward and self.dw_builder is not None:
+                    self.after_weights(self.stage_index, last_backward)
             self.args_recv_info.pop(number, None)
             self.grad_recv_info.pop(number, None)
-            if full_backward and self.dw_builder is not None:
-                self.after_weights(self.stage_index, last_backward)
 
         def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:
-            super().backward_weight_one_chunk(number, last_backward)
-            self.after_weights(self.stage_index, last_backward)
+            with self.around("weight", self.stage_index, number):
+                super().backward_weight_one_chunk(number, last_backward)
+                self.after_weights(self.stage_index, last_backward)
 
     return Stage
 
