@@ -337,8 +337,8 @@ class PipelineActions:
     """A table of a pipeline in torch's runtime, whose stages get receive buffers of each micro-batch's own shapes.
 
     torch's stages take the shapes of their first step, and abort at others. `forward(stage, micro-batch, tensors that came)` returns what
-    goes on, or the loss; `like(micro-batch)` tensors as those that travel; `before_last(stage)` is called before
-    a stage's last backward pass in one, `after_weights(stage, whether it was the last)` after gradients of weights that were left.
+    goes on, or the loss; `like(micro-batch)` tensors as those that travel; `before_backward(stage, whether it is the last in one)` is called
+    before a stage's backward passes, `after_weights(stage, whether it was the last)` after gradients of weights that were left.
     """
 
     def __init__(
@@ -385,13 +385,13 @@ class PipelineActions:
         self,
         forward: Callable[[int, int, tuple[Tensor, ...]], Any],
         like: Callable[[int], Sequence[Tensor]],
-        before_last: Callable[[int], None],
+        before_backward: Callable[[int, bool], None],
         after_weights: Callable[[int, bool], None] = lambda stage, last: None,
     ) -> None:
         """Run a step."""
         self._schedule._has_backward = True
         for stage in self._stages:
-            stage.begin(forward, like, before_last, after_weights)
+            stage.begin(forward, like, before_backward, after_weights)
             stage.clear_runtime_states()
         numbers: list[Any] = [{"micro_batch": number} for number in range(self._count)]
         nothing: list[Any] = [None] * self._count
@@ -429,9 +429,9 @@ def pipeline_stage() -> Any:
             )
             self.count, self.travels = count, travels
 
-        def begin(self, forward: Any, like: Any, before_last: Any, after_weights: Any) -> None:
+        def begin(self, forward: Any, like: Any, before_backward: Any, after_weights: Any) -> None:
             self.forward_of, self.like = forward, like
-            self.before_last, self.after_weights = before_last, after_weights
+            self.before_backward, self.after_weights = before_backward, after_weights
             self.dw_runner.clear()
             self.has_backward, self.chunks = True, self.count
             self.args_recv_info, self.grad_recv_info = {}, {}
@@ -477,8 +477,7 @@ def pipeline_stage() -> Any:
         def backward_one_chunk(
             self, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
         ) -> None:
-            if last_backward:
-                self.before_last(self.stage_index)
+            self.before_backward(self.stage_index, last_backward)
             super().backward_one_chunk(number, loss, full_backward, last_backward)
             self.args_recv_info.pop(number, None)
             self.grad_recv_info.pop(number, None)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
@@ -32,7 +34,8 @@ class PipelineRunner:
         self.model, self.stages, self.device, self.group = model, stages, device, stages.group
         self.gradients = let_weights_wait(model) if stages.pipeline.splits else None
         self.batches = 0  # micro-batches of the last step
-        self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
+        self._known: dict[int, tuple[PipelineActions, list[bool]]] = {}  # by the number of micro-batches
+        self._whole: set[int | None] = set()  # the stages whose weights stay gathered; None: what is outside of blocks
 
     def run(
         self, call: Call, terms: TermsOf, batches: MicroBatches, divisors: Divisors, weight: float = 1.0
@@ -40,6 +43,7 @@ class PipelineRunner:
         record, window = RunRecord(), _Window(batches, len(self.stages.own))
 
         def forward(stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
+            self._stay_whole(stage, next(stays))
             batch = window.take(number)
             out = self.stages.run_stage(stage, came, lambda: call(batch))
             if stage < self.stages.count - 1:
@@ -51,41 +55,56 @@ class PipelineRunner:
         self._synchronize(False)
         left = [len(self.stages.own)]
 
-        def before_last(stage: int) -> None:
-            left[0] -= 1
-            if self.gradients is None:
+        def before_backward(stage: int, last: bool) -> None:
+            self._stay_whole(stage, next(stays))
+            if is_fully_sharded(self.model):  # else it would gather the last block of the latest forward pass, whatever its stage
+                self.model.set_modules_to_backward_prefetch([self._blocks[stage][-1]])
+            left[0] -= last
+            if last and self.gradients is None:
                 self._synchronize(True, stage, whole=left[0] == 0)
 
         def after_weights(stage: int, last: bool) -> None:
             (sum_gradients if last else keep_gradients)(self._blocks[stage])
 
-        actions, self.batches = self._actions(len(batches)), len(batches)
+        actions, of_passes = self._actions(len(batches))
+        stays, self.batches = iter(of_passes), len(batches)
+        self._stay_whole(None, not self.stages.gathers_again)
         try:
             actions.run(
                 forward,
                 lambda number: self.stages.shapes(lambda: call(window.look(number))),
-                before_last,
+                before_backward,
                 after_weights,
             )
+            if self.gradients is not None:
+                assert not self.gradients.left
+                if is_fully_sharded(self.model):
+                    sum_over_shards(self.model, root=True)
         except RuntimeError as error:
             if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
                 raise error.__cause__ from None
             raise
-        if self.gradients is not None:
-            assert not self.gradients.left
-            if is_fully_sharded(self.model):
-                sum_over_shards(self.model, root=True)
+        finally:
+            for part in list(self._whole):
+                self._stay_whole(part, False)
+                for module in self._sharded[part]:
+                    module.reshard()
         self._sum_everywhere()
         return record
 
-    def _actions(self, count: int) -> PipelineActions:
+    def _actions(self, count: int) -> tuple[PipelineActions, list[bool]]:
+        """The actions of a step, and for each pass with weights whether they stay gathered behind it: the next one is of the same stage."""
         if count not in self._known:
             table = self.stages.pipeline.table(count)
+            parts = [part for entry in table[dist.get_rank(self.group)] for part in entry.parts]
+            passes = [part.stage for part in parts if part.kind != "weight"]
+            stays = [stage == after and not self.stages.gathers_again for stage, after in pairwise([*passes, None])]
             take = None if self.gradients is None else self.gradients.take
             travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
-            self._known[count] = PipelineActions(
+            actions = PipelineActions(
                 table, self.stages.own, self.stages.count, count, travels, self.device, self.group, take
             )
+            self._known[count] = actions, stays
         return self._known[count]
 
     @cached_property
@@ -102,6 +121,23 @@ class PipelineRunner:
                     block.set_requires_gradient_sync(on)
         if whole and is_fully_sharded(self.model):
             self.model.set_requires_gradient_sync(on, recurse=False)
+
+    def _stay_whole(self, stage: int | None, on: bool) -> None:
+        """Let weights stay gathered behind the passes to come, or free them: those of a stage's blocks; None: those outside of blocks."""
+        if (stage in self._whole) == on:
+            return
+        (self._whole.add if on else self._whole.remove)(stage)
+        for module in self._sharded[stage]:
+            module.set_reshard_after_forward(not on, recurse=False)
+            module.set_reshard_after_backward(not on, recurse=False)
+
+    @cached_property
+    def _sharded(self) -> dict[int | None, list[Any]]:
+        """The modules whose weights are gathered together: of each stage, and outside of blocks (None)."""
+        inside = {stage: [part for block in held for part in block.modules()] for stage, held in self._blocks.items()}
+        in_blocks = {part for parts in inside.values() for part in parts}
+        outside = [part for part in self.model.modules() if part not in in_blocks]
+        return {stage: list(filter(is_fully_sharded, parts)) for stage, parts in [*inside.items(), (None, outside)]}
 
     def _sum_everywhere(self) -> None:
         """Sum, over stages, the gradients of parameters that all of them hold."""

@@ -140,9 +140,11 @@ def parallelize(
                 f"parallel.pp with tp, ulysses or ring: {type(model).__name__} splits its tokens in its first block, which only the first "
                 "stage has; use pp with fsdp alone"
             )
-        if strategy != "fsdp":
+        if strategy == "ddp" or (strategy == "none" and mesh is not None and mesh.storage.size() > mesh.size(AxisName.PP)):
             raise UserError(f"parallel.pp goes with parallel.strategy fsdp, not with {strategy}")
     if strategy == "none":
+        if stages is not None:
+            end_calls_at_stages(model, stages)
         return model
     if mesh is None:
         raise ValueError(f"strategy {strategy} needs a device mesh")

@@ -89,6 +89,7 @@ class Stages:
         self.own = tuple(pipeline.own(dist.get_rank(group)))
         self.everywhere: tuple[str, ...] = ()
         self.splits_in_blocks = False  # the plan splits tokens where a block gets them
+        self.gathers_again = False  # shards of a block's weights are gathered for each pass, so that no more than one block is whole
         self.passing: Passing | None = None
 
     def __deepcopy__(self, memo: Any) -> Stages:

@@ -142,7 +142,9 @@ class Placement:
 def place(config: RunConfig, device: Device) -> Placement:
     """The config's layout over the processes of this run; a collective call. Raises UserError where it does not fit them."""
     parallel, world = config.parallel, dist.get_world_size()
-    strategy = resolve_strategy(parallel.strategy, world)
+    # weights that one device holds, and computes with as they are, need no engine, which would only copy them
+    as_they_are = config.device.dtype == "float32" or config.memory.master != "parameters"
+    strategy = resolve_strategy(parallel.strategy, 1 if world == parallel.pp and as_they_are else world)
     parallel.check_world(world)
     if parallel.ep_backend == "deepep":
         check_backend(device.kind)
@@ -263,7 +265,8 @@ def _placed(
         if not learns:
             raise UserError("parallel.pp: a model that does not train is not divided into stages: leave pp at 1")
         (group,) = placement.mesh.across_stages()
-        cut_into_stages(bare, group, Pipeline.of(config.parallel))
+        stages = cut_into_stages(bare, group, Pipeline.of(config.parallel))
+        stages.gathers_again = config.host_base or config.memory.chooses
     keeping, host = None, learns and config.host_base
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)

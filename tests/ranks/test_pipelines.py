@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmspeed import rng
@@ -28,10 +29,12 @@ from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 from mmspeed.parallel.stages import cut_into_stages
+from mmspeed.parallel.tensor import local
 from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import Batch, Item, Term, Terms
 from mmspeed.protocols.plan import declare_plan
 from mmspeed.shapes import Bucket
+from mmspeed.torch_internals import TorchDispatchMode
 from tests.ranks.test_expert_states import config, home, losses, train
 from tests.support.added_model import Meshes
 from tests.support.foreign_steps import whole
@@ -220,3 +223,55 @@ def test_a_run_goes_through_stages_and_back(home: Path) -> None:
 def test_what_stages_do_not_go_with_is_refused(home: Path, overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
         config(home, *overrides)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the exchanges that bring the parts of tensors together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d" and "allgather" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(kind: str, parallel: ParallelConfig, count: int, again: bool, meshes: Meshes) -> tuple[Any, ...]:
+    """Gathers of two steps, those of blocks in the table (one for each that a run of passes begins with), and this process's gradients."""
+    model, batches, call, terms = MODELS[kind](count)
+    mesh, layout = meshes.of(parallel)
+    (group,) = mesh.across_stages()
+    pipeline = Pipeline.of(parallel)
+    stages = cut_into_stages(model, group, pipeline)
+    stages.gathers_again = again
+    model = parallelize(model, mesh, "fsdp", layout=layout)
+    runner = runner_of(model, "fsdp", torch.device("cpu"))
+    counts = []
+    for _ in range(2):  # the first step is like any other
+        model.zero_grad()
+        with Gathers() as gathers:
+            runner.run(lambda batch: call(model, batch), terms, batches, {"samples": 1.0})
+        counts.append(gathers.count)
+    row = pipeline.table(count)[dist.get_rank(group)]
+    passes = [part.stage for entry in row for part in entry.parts if part.kind != "weight"]
+    runs = [stage for place, stage in enumerate(passes) if again or place == 0 or passes[place - 1] != stage]
+    blocks = sum(len(stages.bounds[stage]) for stage in runs)
+    return counts, blocks, {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def all_gathered() -> list[Any]:
+    meshes, found = Meshes(), []
+    for parallel in (ParallelConfig(pp=2), ParallelConfig(pp=2, virtual=2, extra_warmup=True)):
+        once, again = (gathered("video", parallel, 5, way, meshes) for way in (False, True))
+        equal = [name for name, grad in once[2].items() if torch.equal(grad, again[2][name])]
+        found.append((once[:2], again[:2], len(equal), len(once[2])))
+    return found
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_once_for_neighbouring_passes_of_a_stage() -> None:
+    for rank in run_ranks(all_gathered, 4):
+        for (once, of_runs), (again, of_passes), equal, count in rank:
+            print(once, of_runs, again, of_passes, equal, count)
+            assert once == [of_runs + 1] * 2 and min(again) > of_passes and equal == count > 8
