@@ -373,8 +373,9 @@ class PipelineActions:
         stage_class = pipeline_stage()
         self._stages = [stage_class(number, stages, micro_batches, travels, device, group, take) for number in own]
         self._schedule = torch_schedules._PipelineScheduleRuntime(
-            self._stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
+            self._stages, micro_batches, loss_fn=None, scale_grads=False
         )
+        self._schedule.register_custom_function(torch_schedules.OVERLAP_F_B, self._pair)
         order: dict[int, list[Any]] = {rank: list(map(named, row)) for rank, row in enumerate(table)}
         self._schedule.pipeline_order = order
         self._schedule._prepare_schedule_with_comms(order)
@@ -387,8 +388,10 @@ class PipelineActions:
         like: Callable[[int], Sequence[Tensor]],
         before_backward: Callable[[int, bool], None],
         after_weights: Callable[[int, bool], None] = lambda stage, last: None,
+        together: Callable[[Callable[[], None], Callable[[], None]], None] | None = None,
     ) -> None:
-        """Run a step."""
+        """Run a step. together: runs the forward and the backward pass of a pair; None: one after the other."""
+        self._together = together
         self._schedule._has_backward = True
         for stage in self._stages:
             stage.begin(forward, like, before_backward, after_weights)
@@ -401,6 +404,38 @@ class PipelineActions:
             self._schedule._step_microbatches([()] * self._count, numbers, nothing, None, return_outputs=False)
         finally:
             logger.disabled = before
+
+    def _pair(self, action: Any, ctx: Any) -> None:
+        """Run a pair, whose messages were asked for by actions before it."""
+        from torch.distributed.pipelining.schedules import _wait_batch_p2p
+
+        ahead, back = action.sub_actions
+        stages = {stage.stage_index: stage for stage in self._stages}
+        at, behind = ((each.stage_index, each.microbatch_index) for each in (ahead, back))
+        for received, key in ((self._schedule.fwd_recv_ops, at), (self._schedule.bwd_recv_ops, behind)):
+            _wait_batch_p2p(received.pop(key, []))
+
+        def forward() -> None:
+            number, micro_batch = at
+            output = stages[number].forward_one_chunk(micro_batch, (), ctx.kwarg_mbs[micro_batch], False)
+            if number + 1 in stages:
+                stages[number + 1].set_local_fwd_input(output, micro_batch)
+
+        def backward() -> None:
+            number, micro_batch = behind
+            full = back.computation_type == type(back.computation_type).FULL_BACKWARD
+            counter = self._schedule.backward_counter
+            counter[number] += full
+            last = full and counter[number] == self._count
+            stages[number].backward_one_chunk(micro_batch, full_backward=full, last_backward=last)
+            if number - 1 in stages:
+                stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
+
+        if self._together is None:
+            forward()
+            backward()
+        else:
+            self._together(forward, backward)
 
 
 @cache
@@ -433,6 +468,7 @@ def pipeline_stage() -> Any:
             self.forward_of, self.like = forward, like
             self.before_backward, self.after_weights = before_backward, after_weights
             self.dw_runner.clear()
+            self.losses: dict[int, Tensor] = {}
             self.has_backward, self.chunks = True, self.count
             self.args_recv_info, self.grad_recv_info = {}, {}
             after = [] if self.is_last else [self.stage_index + 1]
@@ -472,13 +508,16 @@ def pipeline_stage() -> Any:
             super().set_local_bwd_input(grads, micro_batch)
 
         def forward_maybe_with_nosync(self, *came: Tensor, micro_batch: int) -> Any:
-            return self.forward_of(self.stage_index, micro_batch, came)
+            output = self.forward_of(self.stage_index, micro_batch, came)
+            if self.is_last:
+                self.losses[micro_batch] = output
+            return output
 
         def backward_one_chunk(
             self, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
         ) -> None:
             self.before_backward(self.stage_index, last_backward)
-            super().backward_one_chunk(number, loss, full_backward, last_backward)
+            super().backward_one_chunk(number, self.losses.pop(number, None), full_backward, last_backward)
             self.args_recv_info.pop(number, None)
             self.grad_recv_info.pop(number, None)
             if full_backward and self.dw_builder is not None:
@@ -503,8 +542,21 @@ def keep_sums(module: Any) -> None:
                 each.to_accumulated_grad_if_needed()
 
 
+def hold_whole(model: Any) -> None:
+    """Gather all weights of a `fully_shard` model: they stay whole, and its hooks do nothing, until `sum_over_shards` of each module."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    fsdp_state(model)._lazy_init()
+    for module in filter(is_fully_sharded, model.modules()):
+        module.unshard()
+        fsdp_state(module)._training_state = TrainingState.PRE_BACKWARD
+
+
 def sum_over_shards(module: Any, root: bool = False) -> None:
-    """Sum the gradients that a `fully_shard` module keeps over its shards, outside of a backward pass; that of the root comes last."""
+    """Sum the gradients that a `fully_shard` module keeps over its shards, outside of a backward pass; that of the root comes last.
+
+    Its weights are sharded again.
+    """
     module.set_requires_gradient_sync(True, recurse=False)
     module.unshard()
     for group in _parameter_groups(fsdp_state(module)):

@@ -18,10 +18,11 @@ from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy
 from mmspeed.parallel.stages import Stages, everywhere, stages_of
 from mmspeed.parallel.tensor import local, sum_together
+from mmspeed.parallel.turns import Turns
 from mmspeed.parallel.wgrad import keep_gradients, let_weights_wait, sum_gradients
 from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
-from mmspeed.torch_internals import PipelineActions, is_fully_sharded, sum_over_shards
+from mmspeed.torch_internals import PipelineActions, hold_whole, is_fully_sharded, sum_over_shards
 
 from .callbacks import BaseCallback
 from .runner import Call, Runner, RunRecord, SequentialRunner, TermsOf, noted
@@ -32,7 +33,9 @@ class PipelineRunner:
 
     def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
         self.model, self.stages, self.device, self.group = model, stages, device, stages.group
-        self.gradients = let_weights_wait(model) if stages.pipeline.splits else None
+        pipeline = stages.pipeline
+        self.gradients = let_weights_wait(model) if pipeline.splits or pipeline.overlaps else None
+        self.turns = Turns(stages.ledger, device, self._fill) if pipeline.overlaps else None
         self.batches = 0  # micro-batches of the last step
         self._known: dict[int, tuple[PipelineActions, list[bool]]] = {}  # by the number of micro-batches
         self._whole: set[int | None] = set()  # the stages whose weights stay gathered; None: what is outside of blocks
@@ -53,6 +56,10 @@ class PipelineRunner:
         if self.gradients is not None:
             self.gradients.take()  # of a step that an error ended
         self._synchronize(False)
+        if self.turns is not None and is_fully_sharded(
+            self.model
+        ):  # a pass must not free the weights that the other one uses
+            hold_whole(self.model)
         left = [len(self.stages.own)]
 
         def before_backward(stage: int, last: bool) -> None:
@@ -68,13 +75,14 @@ class PipelineRunner:
 
         actions, of_passes = self._actions(len(batches))
         stays, self.batches = iter(of_passes), len(batches)
-        self._stay_whole(None, not self.stages.gathers_again)
+        self._stay_whole(None, self._neighbours_share)
         try:
             actions.run(
                 forward,
                 lambda number: self.stages.shapes(lambda: call(window.look(number))),
                 before_backward,
                 after_weights,
+                None if self.turns is None else self.turns.both,
             )
             if self.gradients is not None:
                 assert not self.gradients.left
@@ -92,13 +100,23 @@ class PipelineRunner:
         self._sum_everywhere()
         return record
 
+    def _fill(self) -> None:
+        """Compute the gradients of weights that the backward pass has left so far."""
+        assert self.gradients is not None
+        self.gradients.take()()
+
+    @property
+    def _neighbours_share(self) -> bool:
+        """True where weights stay gathered between neighbouring passes of a stage; with turns, all are whole for the whole step."""
+        return self.turns is None and not self.stages.gathers_again
+
     def _actions(self, count: int) -> tuple[PipelineActions, list[bool]]:
         """The actions of a step, and for each pass with weights whether they stay gathered behind it: the next one is of the same stage."""
         if count not in self._known:
             table = self.stages.pipeline.table(count)
             parts = [part for entry in table[dist.get_rank(self.group)] for part in entry.parts]
             passes = [part.stage for part in parts if part.kind != "weight"]
-            stays = [stage == after and not self.stages.gathers_again for stage, after in pairwise([*passes, None])]
+            stays = [stage == after and self._neighbours_share for stage, after in pairwise([*passes, None])]
             take = None if self.gradients is None else self.gradients.take
             travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
             actions = PipelineActions(
