@@ -79,7 +79,7 @@ class PipelineRunner:
         try:
             actions.run(
                 forward,
-                lambda number: self.stages.shapes(lambda: call(window.look(number))),
+                lambda stage, number: self.stages.shapes(stage, lambda: call(window.look(number))),
                 before_backward,
                 after_weights,
                 None if self.turns is None else self.turns.both,
@@ -114,6 +114,7 @@ class PipelineRunner:
         """The actions of a step, and for each pass with weights whether they stay gathered behind it: the next one is of the same stage."""
         if count not in self._known:
             table = self.stages.pipeline.table(count)
+            assert self.group is not None
             parts = [part for entry in table[dist.get_rank(self.group)] for part in entry.parts]
             passes = [part.stage for part in parts if part.kind != "weight"]
             stays = [stage == after and self._neighbours_share for stage, after in pairwise([*passes, None])]
