@@ -64,7 +64,8 @@ class PipelineRunner:
 
         def before_backward(stage: int, last: bool) -> None:
             self._stay_whole(stage, next(stays))
-            if is_fully_sharded(self.model):  # else it would gather the last block of the latest forward pass, whatever its stage
+            # else the model would fetch the last block of the latest forward pass, whatever its stage
+            if is_fully_sharded(self.model):
                 self.model.set_modules_to_backward_prefetch([self._blocks[stage][-1]])
             left[0] -= last
             if last and self.gradients is None:

@@ -99,7 +99,7 @@ class Stages:
         self.everywhere: tuple[str, ...] = ()
         self.tokens: BetweenStages | None = None  # of a model whose tokens several processes share
         self.ledger = Ledger()  # of the exchanges within stages
-        self.gathers_again = False  # shards of a block's weights are gathered for each pass, so that no more than one block is whole
+        self.gathers_again = False  # each pass gathers the shards of weights, block by block
         self.passing: Passing | None = None
 
     def __deepcopy__(self, memo: Any) -> Stages:

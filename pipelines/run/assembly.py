@@ -139,12 +139,21 @@ class Placement:
         )
 
 
+def is_cast(config: RunConfig) -> bool:
+    """True where weights have another number type than passes."""
+    return config.device.dtype != "float32" and config.memory.master == "parameters"
+
+
+def gathers_again(config: RunConfig) -> bool:
+    """True where each pass of a pipeline gathers weights block by block: less memory is asked for than a stage's weights take."""
+    return config.host_base or config.memory.chooses
+
+
 def place(config: RunConfig, device: Device) -> Placement:
     """The config's layout over the processes of this run; a collective call. Raises UserError where it does not fit them."""
     parallel, world = config.parallel, dist.get_world_size()
-    # weights that one device holds, and computes with as they are, need no engine, which would only copy them
-    as_they_are = config.device.dtype == "float32" or config.memory.master != "parameters"
-    strategy = resolve_strategy(parallel.strategy, 1 if world == parallel.pp and as_they_are else world)
+    # a stage of one device needs no engine, which would only copy its weights, unless they are cast once for all passes
+    strategy = resolve_strategy(parallel.strategy, world if is_cast(config) else -(-world // parallel.pp))
     parallel.check_world(world)
     if parallel.ep_backend == "deepep":
         check_backend(device.kind)
@@ -266,7 +275,7 @@ def _placed(
             raise UserError("parallel.pp: a model that does not train is not divided into stages: leave pp at 1")
         (group,) = placement.mesh.across_stages()
         stages = cut_into_stages(bare, group, Pipeline.of(config.parallel))
-        stages.gathers_again = config.host_base or config.memory.chooses
+        stages.gathers_again = gathers_again(config)
     keeping, host = None, learns and config.host_base
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)

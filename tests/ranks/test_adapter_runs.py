@@ -162,7 +162,9 @@ def bytes_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp of four", "pipeline"))])
+@pytest.mark.parametrize(
+    "name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp of four", "pipeline"))]
+)
 def test_processes_export_the_bytes_of_one(home: Path, tmp_path: Path, name: str) -> None:
     """The folders of a checkpoint of several processes, and of that which one process writes once it has read it."""
     ensure(home, name)
