@@ -5,7 +5,7 @@ Micro-batches may have shapes of their own, and any number of them makes a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -36,6 +36,7 @@ class PipelineRunner:
         pipeline = stages.pipeline
         self.gradients = let_weights_wait(model) if pipeline.splits or pipeline.overlaps else None
         self.turns = Turns(stages.ledger, device, self._fill) if pipeline.overlaps else None
+        self._filled = False  # an exchange of this backward pass hid gradients of weights
         self.batches = 0  # micro-batches of the last step
         self._known: dict[int, tuple[PipelineActions, list[bool]]] = {}  # by the number of micro-batches
         self._whole: set[int | None] = set()  # the stages whose weights stay gathered; None: what is outside of blocks
@@ -56,10 +57,8 @@ class PipelineRunner:
         if self.gradients is not None:
             self.gradients.take()  # of a step that an error ended
         self._synchronize(False)
-        if self.turns is not None and is_fully_sharded(
-            self.model
-        ):  # a pass must not free the weights that the other one uses
-            hold_whole(self.model)
+        if self.turns is not None and is_fully_sharded(self.model):
+            hold_whole(self.model)  # a pass must not free the weights that the other one of its pair uses
         left = [len(self.stages.own)]
 
         def before_backward(stage: int, last: bool) -> None:
@@ -72,12 +71,16 @@ class PipelineRunner:
                 self._synchronize(True, stage, whole=left[0] == 0)
 
         def after_weights(stage: int, last: bool) -> None:
+            if last and self.turns is not None:
+                self._fill()
             (sum_gradients if last else keep_gradients)(self._blocks[stage])
 
         actions, of_passes = self._actions(len(batches))
         stays, self.batches = iter(of_passes), len(batches)
         self._stay_whole(None, self._neighbours_share)
         try:
+            if self.turns is not None and not self.stages.pipeline.splits:
+                self.stages.ledger.gives_way = self._fill
             actions.run(
                 forward,
                 lambda stage, number: self.stages.shapes(stage, lambda: call(window.look(number))),
@@ -94,6 +97,7 @@ class PipelineRunner:
                 raise error.__cause__ from None
             raise
         finally:
+            self.stages.ledger.gives_way = None
             for part in list(self._whole):
                 self._stay_whole(part, False)
                 for module in self._sharded[part]:
@@ -102,9 +106,19 @@ class PipelineRunner:
         return record
 
     def _fill(self) -> None:
-        """Compute the gradients of weights that the backward pass has left so far."""
+        """Compute the gradients of weights that backward passes have left so far, while an exchange is on the way."""
         assert self.gradients is not None
-        self.gradients.take()()
+        if self.gradients.left:
+            self.gradients.take()()
+            for blocks in self._blocks.values():
+                keep_gradients(blocks)
+        self._filled = True
+
+    def _take(self) -> Callable[[], None]:
+        """A function for the gradients that a backward pass left. Those behind its last exchange go into the first one of the next pass."""
+        assert self.gradients is not None
+        filled, self._filled = self._filled, False
+        return (lambda: None) if filled and not self.stages.pipeline.splits else self.gradients.take()
 
     @property
     def _neighbours_share(self) -> bool:
@@ -119,7 +133,7 @@ class PipelineRunner:
             parts = [part for entry in table[dist.get_rank(self.group)] for part in entry.parts]
             passes = [part.stage for part in parts if part.kind != "weight"]
             stays = [stage == after and self._neighbours_share for stage, after in pairwise([*passes, None])]
-            take = None if self.gradients is None else self.gradients.take
+            take = None if self.gradients is None else self._take
             travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
             actions = PipelineActions(
                 table, self.stages.own, self.stages.count, count, travels, self.device, self.group, take
