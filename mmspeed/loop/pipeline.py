@@ -64,8 +64,9 @@ class PipelineRunner:
         def before_backward(stage: int, last: bool) -> None:
             self._stay_whole(stage, next(stays))
             # else the model would fetch the last block of the latest forward pass, whatever its stage
-            if is_fully_sharded(self.model):
-                self.model.set_modules_to_backward_prefetch([self._blocks[stage][-1]])
+            block = self._blocks[stage][-1]
+            if is_fully_sharded(self.model) and is_fully_sharded(block):
+                self.model.set_modules_to_backward_prefetch([block])
             left[0] -= last
             if last and self.gradients is None:
                 self._synchronize(True, stage, whole=left[0] == 0)
