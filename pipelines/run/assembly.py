@@ -153,7 +153,9 @@ def place(config: RunConfig, device: Device) -> Placement:
     """The config's layout over the processes of this run; a collective call. Raises UserError where it does not fit them."""
     parallel, world = config.parallel, dist.get_world_size()
     # a stage of one device needs no engine, which would only copy its weights, unless they are cast once for all passes
-    strategy = resolve_strategy(parallel.strategy, world if is_cast(config) else -(-world // parallel.pp))
+    strategy = resolve_strategy(
+        parallel.strategy, world if is_cast(config) else -(-world // Pipeline.of(parallel).ranks)
+    )
     parallel.check_world(world)
     if parallel.ep_backend == "deepep":
         check_backend(device.kind)

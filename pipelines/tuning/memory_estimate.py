@@ -373,7 +373,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     Experts of one process are sharded, and gathered, over the devices that hold the same ones.
     """
     parallel, memory = config.parallel, config.memory
-    engine = world > 1 or (parallel.pp > 1 and (is_cast(config) or config.host_base))
+    engine = world > 1 or (Pipeline.of(parallel).ranks > 1 and (is_cast(config) or config.host_base))
     sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and engine)
     shards = (
         max(1, world // parallel.replicas) if sharded else 1
