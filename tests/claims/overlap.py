@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ def clocked(case: tuple[int, int, ScheduleName], batches: int, exchange: float) 
     parallel = ParallelConfig(pp=ranks, virtual=virtual, schedule=schedule)
     mesh, _ = Meshes().of(parallel)
     stages = cut_into_stages(model, mesh.across_stages()[0], Pipeline.of(parallel))
-    stages.ledger = link.ledger
+    stages.axis = replace(stages.axis, ledger=link.ledger)
     runner = PipelineRunner(model, stages, torch.device("cpu"))
     items = [Batch({"x": torch.zeros(1)}, [Item("0", source="s")], torch.ones(1), Bucket(1, 8, 8))] * batches
 
