@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy
-from mmspeed.parallel.stages import Stages, everywhere, stages_of
+from mmspeed.parallel.stages import Stages, shared_parameters, stages_of
 from mmspeed.parallel.tensor import local, sum_together
 from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
@@ -58,7 +58,7 @@ class PipelineRunner:
             if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
                 raise error.__cause__ from None
             raise
-        self._sum_everywhere()
+        self._sum_shared()
         return record
 
     def _actions(self, count: int) -> PipelineActions:
@@ -85,13 +85,14 @@ class PipelineRunner:
         if whole and is_fully_sharded(self.model):
             self.model.set_requires_gradient_sync(on, recurse=False)
 
-    def _sum_everywhere(self) -> None:
-        """Sum, over stages, the gradients of parameters that all of them hold."""
-        shared = [p for _, p in sorted(everywhere(self.model), key=lambda pair: pair[0]) if p.requires_grad]
-        for parameter in shared:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        sum_together([local(p.grad) for p in shared if p.grad is not None], self.group)
+    def _sum_shared(self) -> None:
+        """Sum, over stages, the gradients of parameters that several of them hold."""
+        for group, parameters in shared_parameters(self.model):
+            shared = [p for p in parameters if p.requires_grad]
+            for parameter in shared:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            sum_together([local(p.grad) for p in shared if p.grad is not None], group)
 
 
 class _Window:
