@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from mmspeed.comm import broadcast_object
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
-from mmspeed.plan.schedules import Pipeline, check_stages, stage_bounds
-from mmspeed.protocols import stays_float32
+from mmspeed.plan.schedules import Pipeline, check_stages, given_bounds, stage_bounds
+from mmspeed.protocols import BlockWork, stays_float32
 from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, is_within, kept_plan, plan_of
 from mmspeed.torch_internals import FakeTensorMode, is_fake, tree_leaves, tree_map_only
 
@@ -354,10 +354,17 @@ def stages_of(model: nn.Module) -> Stages | None:
     return vars(model).get("_stages")
 
 
-def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeline) -> Stages:
+def cut_into_stages(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    pipeline: Pipeline,
+    sizes: Sequence[int] | None = None,
+    work: BlockWork | None = None,
+) -> Stages:
     """Leave a process the blocks of its stages, in place; before anything else is done to the model.
 
-    Raises UserError for a model without a plan that says what travels, and for more stages than blocks.
+    sizes: the blocks of each stage; None: divided by `work`, without which all blocks count alike.
+    Raises UserError for a model without a plan that says what travels, for more stages than blocks, and for sizes of other blocks.
     """
     plan = plan_of(model)
     if plan is None or not plan.carried:
@@ -366,7 +373,13 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeli
         )
     units = _units(plan)
     check_stages(len(units), pipeline)
-    parts = stage_bounds(len(units), pipeline.stages)
+    if sizes is not None:
+        parts = given_bounds(sizes, len(units))
+    else:
+        work = work or BlockWork([1.0] * len(plan.blocks))
+        parts = stage_bounds(
+            [sum(work.blocks[unit.start : unit.stop]) for unit in units], pipeline, work.before, work.after
+        )
     bounds = [range(units[part.start].start, units[part.stop - 1].stop) for part in parts]
     stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group)
     of_blocks = [entry for block in plan.blocks for entry in plan.inputs.get(block.name, {}).items()]

@@ -79,11 +79,12 @@ def video(count: int) -> Made:
     return model, batches, call, terms
 
 
-def language(count: int) -> Made:
+def language(count: int, **changes: Any) -> Made:
     """With experts, an auxiliary loss and a further token."""
     own = tiny_twin(SHAPES["deepseek-v3"].settings)
     assert own.experts is not None
     settings = replace(own, num_hidden_layers=4, experts=replace(own.experts, balance="micro_batch", dense=(0,)))
+    settings = replace(settings, **changes)
     batches = []
     for number in range(count):
         length = 12 + 4 * (number % 3)
@@ -203,8 +204,8 @@ def test_stages_of_published_models_compute_the_gradients_of_one_process() -> No
 def test_a_run_goes_through_stages_and_back(home: Path) -> None:
     own = ("model.num_hidden_layers=4", "train.micro_batch_size=1")
     run_ranks(train, 1, str(home), [("pipe-whole", (*own, "train.steps=6"))])
-    staged = ("parallel.pp=2", "parallel.virtual=2")
-    for steps, world, layout in ((2, 2, staged), (4, 1, ()), (6, 2, staged[:1])):
+    staged, uneven = ("parallel.pp=2", "parallel.virtual=2"), ("parallel.pp=2", "parallel.stages=[1,3]")
+    for steps, world, layout in ((2, 2, staged), (4, 1, ()), (6, 2, uneven)):
         run_ranks(train, world, str(home), [("pipe", (*own, *layout, f"train.steps={steps}"))])
     assert losses(home, "pipe") == pytest.approx(losses(home, "pipe-whole"), rel=2e-5)
 
@@ -213,6 +214,9 @@ def test_a_run_goes_through_stages_and_back(home: Path) -> None:
     "overrides, words",
     [
         (("parallel.virtual=2",), "set pp"),
+        (("parallel.stages=[4]",), "set pp, or leave stages out"),
+        (("parallel.pp=2", "parallel.stages=[4]"), "write 2 numbers"),
+        (("parallel.pp=2", "parallel.stages=[0,4]"), r"write \[1, 4\]"),
         (("parallel.pp=2", "parallel.strategy=ddp"), "fsdp"),
         (("parallel.pp=2", "memory.budget=1GiB"), "budget"),
     ],
