@@ -1,28 +1,51 @@
-"""Simulate a pipeline's step: events over the very table that runs.
+"""Simulate a pipeline's step: events over the very table that runs, on four lanes of each rank: computing, inner link, outer link, sends.
 
-Durations are given: of a stage's passes and of a message between ranks. The bubble is the time in which the busiest rank stands still.
+Durations are given: of a stage's passes, of what they exchange, and of a message between ranks. What a pass exchanges is hidden behind the
+other pass of its pair alone. The bubble is the time in which the busiest rank stands still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .schedules import Action, Pair, Pipeline, Table, gives, needs
+
+Lane = Literal["inner", "outer"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What an action exchanges with the ranks that hold its stage, such as rows of experts."""
+
+    kind: str
+    lane: Lane
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step: its length, when each entry of its table begins and ends, and each rank's most micro-batches in flight, counted by stages."""
+    """A step: its length, when each entry of its table begins and ends, each rank's most micro-batches in flight, counted by stages.
+
+    kept: the most that each rank keeps for backward passes: bytes; none of a measured step.
+    """
 
     step: float
     spans: tuple[tuple[tuple[Action | Pair, float, float], ...], ...]  # by rank
     in_flight: tuple[int, ...]
+    kept: tuple[float, ...] = ()
 
     @property
     def busy(self) -> tuple[float, ...]:
         """The time that each rank computes."""
         return tuple(sum(end - begin for _, begin, end in row) for row in self.spans)
+
+    @property
+    def waits(self) -> tuple[float, ...]:
+        """The time for which each rank stands still."""
+        return tuple(self.step - each for each in self.busy)
 
     @property
     def idle(self) -> float:
@@ -32,7 +55,7 @@ class Simulated:
     @property
     def bubble(self) -> float:
         """The time for which the busiest rank stands still."""
-        return self.step - max(self.busy)
+        return min(self.waits)
 
 
 def reckoned(pipeline: Pipeline, batches: int) -> Simulated:
@@ -55,14 +78,28 @@ def picture(step: Simulated, unit: float = 1.0) -> list[str]:
     return lines
 
 
-def simulate(table: Table, pipeline: Pipeline, seconds: Callable[[Action], float], message: float = 0.0) -> Simulated:
-    """The events of a step. `message`: seconds from one rank to another. Raises ValueError where ranks wait for one another for ever.
+Exchanges = Callable[[Action], Iterable[Exchange]]
 
-    A pair takes as long as both of its passes.
+
+def simulate(
+    table: Table,
+    pipeline: Pipeline,
+    seconds: Callable[[Action], float],
+    message: float | Callable[[Action], float] = 0.0,
+    *,
+    exchanges: Exchanges = lambda action: (),
+    pair: Callable[[Pair], float] | None = None,
+    kept: Callable[[Action], float] = lambda action: 0.0,
+) -> Simulated:
+    """The events of a step. Raises ValueError where ranks wait for one another for ever.
+
+    seconds: an action computes. message: what a pass (`forward`, `input`) gives to another rank is on the way; a rank sends one after another.
+    exchanges: of an action. pair: the actions of a pair compute together; by themselves as long as both. kept: bytes that a stage keeps of a
+    forward action until it has the gradients of its weights.
     """
-    ends: dict[Action, float] = {}
+    came: dict[Action, float] = {}  # when what a pass gives is where it goes
     spans: list[list[tuple[Action | Pair, float, float]]] = [[] for _ in table]
-    flying, most = [0] * len(table), [0] * len(table)
+    clocks, sent = [0.0] * len(table), [0.0] * len(table)  # when each rank has computed, and sent, all so far
     left = sum(map(len, table))
     while left:
         before = left
@@ -70,17 +107,66 @@ def simulate(table: Table, pipeline: Pipeline, seconds: Callable[[Action], float
             while len(spans[rank]) < len(row):
                 entry = row[len(spans[rank])]
                 wanted = needs(entry, pipeline)
-                if not wanted <= ends.keys():
+                if not wanted <= came.keys():
                     break
-                comes = (ends[each] + (message if pipeline.rank_of(each.stage) != rank else 0.0) for each in wanted)
-                begin = max([spans[rank][-1][2] if spans[rank] else 0.0, *comes])
-                end = begin + sum(map(seconds, entry.parts))
+                begin = max([clocks[rank], *(came[each] for each in wanted if pipeline.rank_of(each.stage) != rank)])
+                end = clocks[rank] = begin + _lasts(entry, seconds, exchanges, pair)
                 spans[rank].append((entry, begin, end))
                 for done in (each for part in entry.parts for each in gives(part)):
-                    ends[done] = end
-                    flying[rank] += {"forward": 1, "weight": -1}.get(done.kind, 0)
-                    most[rank] = max(most[rank], flying[rank])
+                    came[done] = end
+                    if _is_sent(done, pipeline):
+                        way = message(done) if callable(message) else message
+                        came[done] = sent[rank] = max(end, sent[rank]) + way
                 left -= 1
         if left == before:
             raise ValueError("ranks wait for one another for ever")
-    return Simulated(max(row[-1][2] for row in spans if row), tuple(map(tuple, spans)), tuple(most))
+    flying = tuple(int(_most(row, lambda _: 1)) for row in table)
+    return Simulated(max(clocks), tuple(map(tuple, spans)), flying, tuple(_most(row, kept) for row in table))
+
+
+def _lasts(
+    entry: Action | Pair, seconds: Callable[[Action], float], exchanges: Exchanges, pair: Callable[[Pair], float] | None
+) -> float:
+    """Seconds of an entry: those of its busiest lane, or of a pass of it that waits for its own exchanges."""
+    alone, swaps = list(map(seconds, entry.parts)), [list(exchanges(part)) for part in entry.parts]
+    lanes = {"compute": pair(entry) if pair and isinstance(entry, Pair) else sum(alone)}
+    for each in itertools.chain.from_iterable(swaps):
+        lanes[each.lane] = lanes.get(each.lane, 0.0) + each.seconds
+    passes = [own + sum(each.seconds for each in swap) for own, swap in zip(alone, swaps, strict=True)]
+    return max([*lanes.values(), *passes])
+
+
+def _most(row: Sequence[Action | Pair], size: Callable[[Action], float]) -> float:
+    """The most that a rank holds: of each forward pass its size, until its stage has the gradients of its weights."""
+    signs = {"forward": 1, "weight": -1, "input": 0}
+    changes = ((signs[done.kind], done) for entry in row for part in entry.parts for done in gives(part))
+    held = (sign and sign * size(Action("forward", done.stage, done.batch)) for sign, done in changes)
+    return max(itertools.accumulate(held), default=0)
+
+
+def _is_sent(done: Action, pipeline: Pipeline) -> bool:
+    """True for a pass whose result goes to another rank."""
+    to = done.stage + {"forward": 1, "input": -1, "weight": 0, "backward": 0}[done.kind]
+    return 0 <= to < pipeline.stages and pipeline.rank_of(to) != pipeline.rank_of(done.stage)
+
+
+def exposed(
+    table: Table,
+    pipeline: Pipeline,
+    seconds: Callable[[Action], float],
+    message: float | Callable[[Action], float] = 0.0,
+    *,
+    exchanges: Exchanges,
+    pair: Callable[[Pair], float] | None = None,
+) -> dict[str, float]:
+    """Seconds by which a step is longer for each kind of exchange, and for `messages` between stages: its length less that with those free."""
+
+    def step(message: float | Callable[[Action], float], free: str | None = None) -> float:
+        def left(action: Action) -> Iterable[Exchange]:
+            return [each for each in exchanges(action) if each.kind != free]
+
+        return simulate(table, pipeline, seconds, message, exchanges=left, pair=pair).step
+
+    kinds = {each.kind for row in table for entry in row for part in entry.parts for each in exchanges(part)}
+    whole = step(message)
+    return {"messages": whole - step(0.0)} | {kind: whole - step(message, kind) for kind in sorted(kinds)}

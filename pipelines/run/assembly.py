@@ -37,12 +37,10 @@ from mmspeed.parallel import (
     resolve_strategy,
     unwrap,
 )
-from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.run.compiling import EAGER, Compiling, compiling
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.pipelines.tasks import Task
-from mmspeed.plan.schedules import Pipeline
-from mmspeed.protocols import CountsBlocks, InitializesWeights, RunPlace, blocks_of, source_of, trainable
+from mmspeed.protocols import InitializesWeights, RunPlace, blocks_of, source_of, trainable
 
 if TYPE_CHECKING:
     from mmspeed.loop.checkpoint.manager import TrainingState
@@ -263,8 +261,7 @@ def _placed(
         if not learns:
             raise UserError("parallel.pp: a model that does not train is not divided into stages: leave pp at 1")
         (group,) = placement.mesh.across_stages()
-        work = task.domain.block_work() if isinstance(task.domain, CountsBlocks) else None
-        cut_into_stages(bare, group, Pipeline.of(config.parallel), config.parallel.stages, work)
+        task.cut(bare, config.parallel, group)
     keeping, host = None, learns and config.host_base
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)
