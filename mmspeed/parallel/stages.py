@@ -383,7 +383,8 @@ def cut_into_stages(
     rank: the place in `pipeline` of a process that is not there, whose memory is estimated; None: this one's in `group`.
     sizes: the blocks of each stage; None: divided by `work`, without which all blocks count alike.
 
-    Raises UserError for a model without a plan that says what travels, for more stages than blocks, and for sizes of other blocks.
+    Raises UserError for a model without a plan that says what travels, or where that does not fit, for more stages than blocks, and for
+    sizes of other blocks.
     """
     plan = plan_of(model)
     if plan is None or not plan.carried:
@@ -448,7 +449,18 @@ def copies(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _embeds(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """The modules of the first stage; those that stay float32 lie everywhere, since autocast is off in them."""
+    """The modules of the first stage; those that stay float32 lie everywhere, since autocast is off in them.
+
+    Raises UserError for one that shares a weight with a module of other stages.
+    """
+    weights = list(model.named_parameters(remove_duplicate=False))
+    for name in plan.embeds:
+        own = set(model.get_submodule(name).parameters())
+        others = [other for other, weight in weights if weight in own and not is_within(other, plan.embeds)]
+        if others and name not in plan.after:
+            raise UserError(
+                f"plan, embeds: {name} shares a weight with {others[0]}, which other stages need: name it in `after`, too"
+            )
     return [
         name
         for name in plan.embeds

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from mmspeed.config.parallel import ParallelConfig
+from mmspeed.errors import UserError
 from mmspeed.loop.step import train_step
 from mmspeed.parallel import parallelize
 from mmspeed.parallel.stages import cut_into_stages
@@ -58,3 +60,10 @@ def test_the_first_stage_alone_holds_what_embeds() -> None:
             further = kind == "latent" and rank == 2  # the module for a further token comes with the last block
             assert (numbers > 0) == (rank in HOLD[kind][1]) and blocks == [SIZES[rank] + further], (kind, rank, numbers)
             assert math.isfinite(loss), kind
+
+
+def test_an_embedding_that_others_share_is_refused() -> None:
+    model = made("sora", 4).model
+    model.get_submodule("blocks.3").register_parameter("shared", model.get_parameter("patch_in.weight"))
+    with pytest.raises(UserError, match=r"patch_in shares a weight with blocks\.3\.shared"):
+        cut_into_stages(model, None, Pipeline(2), rank=0)
