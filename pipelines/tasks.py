@@ -10,19 +10,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmspeed.config import RunConfig
 from mmspeed.config.methods import METHODS, make_method
+from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.tasks import TASKS, TaskEntry, preparation_class, task_class
 from mmspeed.errors import UserError
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer
 from mmspeed.loop.pipeline import runner_of
 from mmspeed.loop.step import Learner
 from mmspeed.parallel import Strategy
+from mmspeed.parallel.stages import Stages, cut_into_stages
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import (
     Ask,
     Batch,
+    CountsBlocks,
     Data,
     Domain,
     Inputs,
@@ -122,6 +127,13 @@ class Task:
     def name(self) -> str:
         """The domain's name."""
         return self.domain.name
+
+    def cut(
+        self, model: nn.Module, parallel: ParallelConfig, group: dist.ProcessGroup | None, rank: int | None = None
+    ) -> Stages:
+        """Leave a process its stages of the model that learns, in place, divided as configured or by work; as `cut_into_stages`."""
+        work = self.domain.block_work() if isinstance(self.domain, CountsBlocks) else None
+        return cut_into_stages(model, group, Pipeline.of(parallel), rank, parallel.stages, work)
 
     def build(self) -> dict[str, nn.Module]:
         """The models by role: those of the domain, then the method's, each built as the part that it copies."""

@@ -70,6 +70,10 @@ class ParallelConfig(Section):
         "auto",
         description="Order in which the stages compute; `auto`: `interleaved` with `virtual` above 1, else `1f1b`. The others compute the gradients of inputs and of weights apart: `zb_h1` (one stage a device), `zbv` and `dualpipe_v` (two, the last one on the first device).",
     )
+    stages: list[int] | None = Field(
+        None,
+        description="Blocks of each stage in the model's order, `pp` x `virtual` numbers such as [7, 8, 8, 5]; modules for further tokens come with the last block. null: divided by the work of blocks, embedding and head.",
+    )
     extra_warmup: bool = Field(
         False,
         description="One more forward pass of each device of `pp` before its first backward pass, so that neighbouring passes never wait for each other's results; one more micro-batch is in flight.",
@@ -163,6 +167,18 @@ class ParallelConfig(Section):
             )
         if self.extra_warmup and self.schedule not in ("auto", "1f1b", "interleaved"):
             raise ValueError(f"extra_warmup is for the schedules 1f1b and interleaved, not for {self.schedule}")
+        if self.stages is not None:
+            count = self.pp * self.virtual
+            if self.pp == 1 or len(self.stages) != count:
+                raise ValueError(
+                    f"stages {self.stages} are of {len(self.stages)}, and pp {self.pp} x virtual {self.virtual} makes {count}: "
+                    + ("set pp, or leave stages out" if self.pp == 1 else f"write {count} numbers of blocks")
+                )
+            if min(self.stages) < 1:
+                raise ValueError(
+                    f"stages {self.stages}: each stage has at least one block; write {[max(1, n) for n in self.stages]} and the model's "
+                    "number of blocks in all"
+                )
         if self.pp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"pp goes with strategy fsdp or auto, not with {self.strategy}")
         if self.balance.on and self.ep == 1:
@@ -245,6 +261,7 @@ UNSPLIT: dict[str, object] = {
     **dict.fromkeys((*AXES, "ep", "etp"), 1),
     "virtual": 1,
     "schedule": "auto",
+    "stages": None,
     "extra_warmup": False,
     "ring_window": None,
     "ep_inner": None,

@@ -143,6 +143,7 @@ SYNONYMS = {
     "parallel.ep_backend": "expert_parallel_comm_backend moe_flex_dispatcher_backend",
     "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree",
     "parallel.schedule": "pipeline_schedule pipeline_parallel_schedule",
+    "parallel.stages": "pipeline_model_parallel_layout num_layers_in_first_pipeline_stage partition_method",
     "parallel.virtual": "virtual_pipeline_model_parallel_size num_virtual_stages",
     "parallel.etp": "expert_tensor_parallel_size",
     "parallel.ep": "expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree",

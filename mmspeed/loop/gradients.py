@@ -11,23 +11,18 @@ from torch.nn.utils import get_total_norm
 
 from mmspeed.mesh import Mesh, by_mesh, layout_of
 from mmspeed.parallel import unwrap
-from mmspeed.parallel.stages import everywhere
+from mmspeed.parallel.stages import copies
 from mmspeed.parallel.tensor import local
 from mmspeed.torch_internals import is_sharded, multiply_each_
 
 CLIP_EPS = 1e-6  # as torch has it in clip_grads_with_norm_
 
 
-def _norm_of(
-    kinds: Sequence[Sequence[nn.Parameter]], mesh: Mesh | None, shared: Sequence[Sequence[nn.Parameter]] = ()
-) -> Tensor:
+def _norm_of(kinds: Sequence[Sequence[nn.Parameter]], mesh: Mesh | None) -> Tensor:
     """The norm of all processes' gradients, a scalar on the device, of parameters that have some, in lists of one device mesh each.
 
     Squares are summed over the axes that hold parts of a parameter and over the pipeline stages of `mesh`, and counted once over replicas.
-    shared: parameters that all stages hold, whose squares count once.
     """
-    if shared:
-        return torch.stack((_norm_of(kinds, mesh), _norm_of(shared, None))).square().sum().sqrt()
     wholes = [_over(get_total_norm(parts), groups) for kind in kinds for groups, parts in _parts(kind)]
     if not wholes:  # a pipeline stage of which nothing trains
         wholes = [torch.zeros((), device=mesh.dense.device_type if mesh is not None else "cpu")]
@@ -74,12 +69,12 @@ def clip_gradients(
     A collective call. `weight` is the factor of the step that the gradients have, and keep. With `scale`, gradients are multiplied by it
     in the same pass, and the norm is that of the products.
     """
-    all_hold = {parameter for model in models for _, parameter in everywhere(unwrap(model))}
+    counted = {
+        parameter for model in models for parameter in copies(unwrap(model))
+    }  # by the process of the first stage
     trained = [p for model in models for p in model.parameters() if p.grad is not None]
-    kinds = by_mesh([p for p in trained if p not in all_hold])
-    shared = by_mesh([p for p in trained if p in all_hold])
-    norm = _norm_of(kinds, mesh, shared)
-    kinds += shared
+    kinds = by_mesh(trained)
+    norm = _norm_of(by_mesh([p for p in trained if p not in counted]) if counted else kinds, mesh)
     if weight != 1.0:
         norm = norm / weight
     factor = None

@@ -84,7 +84,7 @@ class PipelineRunner:
             if self.gradients is not None:
                 self.gradients.take()  # of a step that an error ended
             weights.release()
-        weights.sum_everywhere()
+        weights.sum_shared()
         if self.passes is not None:
             self.passes.finish()
         return record

@@ -154,6 +154,7 @@ def parallelize(
         return replicate(model)
     shard(model, mesh, compute_dtype, host)
     if stages is not None:
+        stages.type_outlines(compute_dtype)
         end_calls_at_stages(model, stages)
     return model
 

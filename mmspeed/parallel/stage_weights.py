@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mmspeed.compute.wgrad import Leaves, LeavingLinear, LeavingProjection, WeightGradients
@@ -14,7 +15,7 @@ from mmspeed.protocols import blocks_of
 from mmspeed.protocols.plan import PreparesInput
 from mmspeed.torch_internals import hold_whole, is_fully_sharded, keep_sums, sum_over_shards
 
-from .stages import Stages, everywhere
+from .stages import Stages, shared_parameters
 from .tensor import local, sum_together
 
 
@@ -102,12 +103,14 @@ class StageWeights:
         for module in reversed(self._sharded[None]):
             sum_over_shards(module, root=module is self.model)
 
-    def sum_everywhere(self) -> None:
-        """Sum, over stages, the gradients of parameters that all of them hold."""
-        shared = [p for _, p in sorted(everywhere(self.model), key=lambda pair: pair[0]) if p.requires_grad]
-        for parameter in shared:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    def sum_shared(self) -> None:
+        """Sum, over stages, the gradients of parameters that several of them hold."""
         axis = self.stages.axis
-        for sent in sum_together([local(p.grad) for p in shared if p.grad is not None], self.stages.group):
-            axis.count("all_reduce", 2 * sent * (axis.size - 1) // axis.size)  # as in a ring algorithm
+        for group, parameters in shared_parameters(self.model):
+            shared = [p for p in parameters if p.requires_grad]
+            for parameter in shared:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            size = dist.get_world_size(group)
+            for sent in sum_together([local(p.grad) for p in shared if p.grad is not None], group):
+                axis.count("all_reduce", 2 * sent * (size - 1) // size)  # as in a ring algorithm

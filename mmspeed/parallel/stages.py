@@ -2,7 +2,8 @@
 
 A process keeps the blocks of its own stages, under their own names; a stand-in takes the place of every other one. A call of the model is
 made for one stage: blocks before it pass by, the block right before it gives what has come, and the block behind it ends the call. So a
-model needs no change. Modules outside of blocks run in each stage; those behind the last block (`ModelPlan.after`) in the last one alone.
+model needs no change. Modules outside of blocks run in each stage; those behind the last block (`ModelPlan.after`) in the last one alone,
+and those that embed (`ModelPlan.embeds`) in the first: in others they give zeros of the right shapes, without weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from mmspeed.comm import Axis, broadcast_object, nbytes
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
-from mmspeed.plan.schedules import Pipeline, check_stages, stage_bounds
-from mmspeed.protocols.plan import ModelPlan, base_of_adapters, declare_plan, is_within, kept_plan, plan_of
+from mmspeed.plan.schedules import Pipeline, check_stages, given_bounds, stage_bounds
+from mmspeed.protocols import BlockWork, stays_float32
+from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, is_within, kept_plan, plan_of
+from mmspeed.torch_internals import FakeTensorMode, is_fake, tree_leaves, tree_map_only
 
 from .boundaries.boundary import BetweenStages
 
@@ -82,8 +85,8 @@ class Passing:
 class Stages:
     """The stages of one model on one process.
 
-    own: their numbers. bounds: the blocks of every stage. group: of the processes with the other stages. everywhere: the names of
-    parameters that every stage holds.
+    own: their numbers. bounds: the blocks of every stage. group: of the processes with the other stages. shared: names of parameters that
+    other stages hold too, with the group of their processes, which the first stage is of. outlines: modules that others hold.
     """
 
     def __init__(
@@ -96,7 +99,8 @@ class Stages:
     ) -> None:
         self.pipeline, self.bounds, self.carries, self.group = pipeline, tuple(bounds), carries, group
         self.own = tuple(pipeline.own(dist.get_rank(group) if rank is None else rank))
-        self.everywhere: tuple[str, ...] = ()
+        self.shared: list[tuple[dist.ProcessGroup | None, tuple[str, ...]]] = []
+        self.outlines: list[Outline] = []
         self.tokens: BetweenStages | None = None  # of a model whose tokens several processes share
         self.axis = Axis.alone("pp")  # of these processes; its ledger counts all exchanges
         self.gathers_again = False  # each pass gathers the shards of weights, block by block
@@ -114,6 +118,11 @@ class Stages:
         """Count a message to a stage in the ledger."""
         size, place = sum(map(nbytes, tensors)), self.pipeline.rank_of(to)
         self.axis.count(what, [size if other == place else 0 for other in range(self.axis.size)])
+
+    def type_outlines(self, dtype: torch.dtype) -> None:
+        """Tell modules that other stages hold the number type in which weights are gathered there."""
+        for outline in self.outlines:
+            outline.set_type(dtype)
 
     @contextmanager
     def call(self, passing: Passing) -> Iterator[None]:
@@ -240,6 +249,62 @@ class StandIn(nn.Module):
         return self._stages.at_block(self._place, args, kwargs, None)
 
 
+class Outline(nn.Module):
+    """Mixed in before a module that another process holds: without memory, what it gives are zeros of the same shapes and number types.
+
+    Its weights are no parameters, and lie on the meta device.
+    """
+
+    _weights: list[tuple[nn.Module, str, bool]]  # (module, name, True for a parameter)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        mode = next((each.fake_mode for each in tensors if is_fake(each)), OUTLINES)  # type: ignore[attr-defined]
+
+        def zeros(like: Tensor) -> Tensor:  # they take one number
+            return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+
+        with torch.no_grad():
+            with mode, self._on(tensors[0].device):
+                args, kwargs = tree_map_only(Tensor, lambda x: x if is_fake(x) else mode.from_tensor(x), (args, kwargs))
+                out = super().forward(*args, **kwargs)
+            return tree_map_only(Tensor, zeros, out)
+
+    @contextmanager
+    def _on(self, device: torch.device) -> Iterator[None]:
+        """Have weights without memory on a device inside."""
+        kept = [vars(module)[name] for module, name, _ in self._weights]
+        for (module, name, _), weight in zip(self._weights, kept, strict=True):
+            vars(module)[name] = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        try:
+            yield
+        finally:
+            for (module, name, _), weight in zip(self._weights, kept, strict=True):
+                vars(module)[name] = weight
+
+    def set_type(self, dtype: torch.dtype) -> None:
+        """Set the number type of parameters."""
+        for module, name, trained in self._weights:
+            if trained and vars(module)[name].is_floating_point():
+                vars(module)[name] = vars(module)[name].to(dtype)
+
+
+OUTLINES = FakeTensorMode()
+
+
+def make_outline(module: nn.Module) -> Outline:
+    """Take the weights of a module, in place."""
+    outline, weights = mix_in(module, Outline, rename=False), []
+    for part in module.modules():
+        trained = dict(part.named_parameters(recurse=False))
+        for name, weight in (trained | dict(part.named_buffers(recurse=False))).items():
+            delattr(part, name)
+            vars(part)[name] = torch.empty_like(weight, device="meta", requires_grad=False)
+            weights.append((part, name, name in trained))
+    outline._weights = weights
+    return outline
+
+
 class StageModel(nn.Module):
     """Mixed in around a model in stages: a call that ends behind its stage returns what goes on, so that engines see an end of the call."""
 
@@ -313,13 +378,20 @@ def stages_of(model: nn.Module) -> Stages | None:
 
 
 def cut_into_stages(
-    model: nn.Module, group: dist.ProcessGroup | None, pipeline: Pipeline, rank: int | None = None
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    pipeline: Pipeline,
+    rank: int | None = None,
+    sizes: Sequence[int] | None = None,
+    work: BlockWork | None = None,
 ) -> Stages:
     """Leave a process the blocks of its stages, in place; before anything else is done to the model.
 
     rank: the place in `pipeline` of a process that is not there, whose memory is estimated; None: this one's in `group`.
+    sizes: the blocks of each stage; None: divided by `work`, without which all blocks count alike.
 
-    Raises UserError for a model without a plan that says what travels, and for more stages than blocks.
+    Raises UserError for a model without a plan that says what travels, or where that does not fit, for more stages than blocks, and for
+    sizes of other blocks.
     """
     plan = plan_of(model)
     if plan is None or not plan.carried:
@@ -328,14 +400,22 @@ def cut_into_stages(
         )
     units = _units(plan)
     check_stages(len(units), pipeline)
-    parts = stage_bounds(len(units), pipeline.stages)
+    if sizes is not None:
+        parts = given_bounds(sizes, len(units))
+    else:
+        work = work or BlockWork([1.0] * len(plan.blocks))
+        parts = stage_bounds(
+            [sum(work.blocks[unit.start : unit.stop]) for unit in units], pipeline, work.before, work.after
+        )
     bounds = [range(units[part.start].start, units[part.stop - 1].stop) for part in parts]
     stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group, rank)
     held = {place for stage in stages.own for place in bounds[stage]}
     last = len(bounds) - 1 in stages.own
-    behind = (*plan.after, *_around_blocks(model, plan))
+    embeds = _embeds(model, plan)
+    behind = [name for name in (*plan.after, *_around_blocks(model, plan)) if name not in embeds]
+    outlined = [name for name in embeds if not (0 in stages.own or (last and name in plan.after))]
     others = [block.name for place, block in enumerate(plan.blocks) if place not in held]
-    kept = kept_plan(model, plan, others if last else (*others, *behind))
+    kept = _outlined(kept_plan(model, plan, others if last else (*others, *behind)), outlined)
     for place, block in enumerate(plan.blocks):
         module = model.get_submodule(block.name)
         at = BlockPlace.of(place, base_of_adapters(module))
@@ -346,18 +426,68 @@ def cut_into_stages(
             _put(model, block.name, StandIn(stages, at))
     for name in () if last else behind:
         _put(model, name, StandIn(stages, None))
+    stages.outlines = [make_outline(model.get_submodule(name)) for name in outlined]
     declare_plan(model, kept)
-    apart = (*(block.name for block in plan.blocks), *behind)
-    stages.everywhere = tuple(name for name, _ in model.named_parameters() if not is_within(name, apart))
+    apart = (*(block.name for block in plan.blocks), *behind, *embeds)
+    names = sorted(name for name, _ in model.named_parameters())
+    stages.shared = [(group, tuple(name for name in names if not is_within(name, apart)))]
+    ends, twice = sorted({0, pipeline.rank_of(len(bounds) - 1)}), [name for name in embeds if name in plan.after]
+    if group is not None and twice and len(ends) > 1 and dist.get_rank(group) in ends:
+        ranks = [dist.get_global_rank(group, rank) for rank in ends]
+        both = group if len(ranks) == pipeline.ranks else dist.new_group(ranks, use_local_synchronization=True)
+        assert both is not None
+        stages.shared.append((both, tuple(name for name in names if is_within(name, twice))))
     vars(model)["_stages"] = stages
     return stages
 
 
-def everywhere(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that every stage of a model holds, by name; none of a whole model."""
+def shared_parameters(model: nn.Module) -> list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
+    """The parameters that several stages of a model hold, with the group of their processes; none of a whole model."""
+    stages, named = stages_of(model), dict(model.named_parameters())
+    return [] if stages is None else [(group, [named[name] for name in names]) for group, names in stages.shared]
+
+
+def copies(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a process that the one with the first stage holds too, for which it answers."""
     stages = stages_of(model)
-    named = {} if stages is None else dict(model.named_parameters())
-    return [] if stages is None else [(name, named[name]) for name in stages.everywhere]
+    if stages is None or 0 in stages.own:
+        return set()
+    return {parameter for _, parameters in shared_parameters(model) for parameter in parameters}
+
+
+def _embeds(model: nn.Module, plan: ModelPlan) -> list[str]:
+    """The modules of the first stage; those that stay float32 lie everywhere, since autocast is off in them.
+
+    Raises UserError for one that shares a weight with a module of other stages.
+    """
+    weights = list(model.named_parameters(remove_duplicate=False))
+    for name in plan.embeds:
+        own = set(model.get_submodule(name).parameters())
+        others = [other for other, weight in weights if weight in own and not is_within(other, plan.embeds)]
+        if others and name not in plan.after:
+            raise UserError(
+                f"plan, embeds: {name} shares a weight with {others[0]}, which other stages need: name it in `after`, too"
+            )
+    return [
+        name
+        for name in plan.embeds
+        if not any(stays_float32(model, f"{name}.{own}") for own, _ in model.get_submodule(name).named_parameters())
+    ]
+
+
+def _outlined(plan: ModelPlan, names: Sequence[str]) -> ModelPlan:
+    """The plan of a model in which some modules give shapes alone: they get the tokens that they would give, and exchange nothing."""
+
+    def splits(of: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[Any, Any]]:
+        return {
+            name: {key: replace(what, level="own") for key, what in entry.items() if isinstance(what, Split)}
+            if is_within(name, names)
+            else dict(entry)
+            for name, entry in of.items()
+        }
+
+    linears = {name: role for name, role in plan.linears.items() if not is_within(name, names)}
+    return replace(plan, inputs=splits(plan.inputs), outputs=splits(plan.outputs), linears=linears)
 
 
 def _units(plan: ModelPlan) -> list[range]:

@@ -246,8 +246,65 @@ def check_stages(blocks: int, pipeline: Pipeline) -> None:
         )
 
 
-def stage_bounds(blocks: int, stages: int) -> list[range]:
-    """The blocks of each stage, as even as they can be, larger first."""
-    sizes = [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
-    ends = list(itertools.accumulate(sizes))
-    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+def given_bounds(sizes: Sequence[int], blocks: int) -> list[range]:
+    """The blocks of stages of these sizes. Raises UserError for another number of blocks in all than the model's."""
+    if over := sum(sizes) - blocks:
+        near, most = list(sizes), max(range(len(sizes)), key=sizes.__getitem__)
+        near[most] -= over
+        hint = near if near[most] > 0 else [len(part) for part in stage_bounds([1.0] * blocks, Pipeline(len(sizes)))]
+        raise UserError(
+            f"parallel.stages {list(sizes)} are {sum(sizes)} blocks, and the model has {blocks}: write for example {hint}"
+        )
+    return _ranges(sizes)
+
+
+def stage_bounds(work: Sequence[float], pipeline: Pipeline, before: float = 0.0, after: float = 0.0) -> list[range]:
+    """The blocks of each stage, by the work of each block, of what comes before the first and behind the last.
+
+    The rank with most work has as little as it can, then the one with second most, and so on; so do stages. Of equal divisions that with
+    larger stages first. Work counts in twentieths of the largest block's, so that ends of little work change nothing.
+    Exact for one stage a rank; of several, blocks are moved from the division whose stages are best, as long as that helps ranks.
+    """
+    unit = max(work) / 20 or 1.0
+    ends = [round(before / unit), *itertools.repeat(0, pipeline.stages - 2), round(after / unit)]
+    ends = ends if pipeline.stages > 1 else [round((before + after) / unit)]
+    until = [0, *itertools.accumulate(round(each / unit) for each in work)]
+
+    def loads(sizes: Sequence[int]) -> list[int]:
+        return [until[part.stop] - until[part.start] + end for part, end in zip(_ranges(sizes), ends, strict=True)]
+
+    # (loads of the stages so far, largest first; their negative sizes), by the blocks that they have: adding a stage keeps the order
+    best: dict[int, tuple[list[int], list[int]]] = {0: ([], [])}
+    for end in ends:
+        longer: dict[int, tuple[list[int], list[int]]] = {}
+        for start, (known, sizes) in best.items():
+            for stop in range(start + 1, len(work) + 1):
+                load = until[stop] - until[start] + end
+                if stop in longer and load > longer[stop][0][0]:
+                    continue
+                found = sorted([*known, load], reverse=True), [*sizes, start - stop]
+                longer[stop] = min(longer.get(stop, found), found)
+        best = longer
+    sizes = [-size for size in best[len(work)][1]]
+
+    def order(sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        of_stages = loads(sizes)
+        ranks = [sum(of_stages[stage] for stage in pipeline.own(rank)) for rank in range(pipeline.ranks)]
+        return sorted(ranks, reverse=True), sorted(of_stages, reverse=True), [-size for size in sizes]
+
+    while pipeline.virtual > 1:
+        moves = [
+            [size - (stage == giver) + (stage == taker) for stage, size in enumerate(sizes)]
+            for giver, taker in itertools.permutations(range(pipeline.stages), 2)
+            if sizes[giver] > 1
+        ]
+        better = min([sizes, *moves], key=order)
+        if better == sizes:
+            break
+        sizes = better
+    return _ranges(sizes)
+
+
+def _ranges(sizes: Sequence[int]) -> list[range]:
+    """Ranges of these lengths, one behind the other."""
+    return [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]

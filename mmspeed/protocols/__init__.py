@@ -56,6 +56,8 @@ from .plan import (
 from .preparation import CheckOutcome, ForecastsWork, Preparation, RunWork
 from .shapes import ShapeClass, shape_words
 from .task import (
+    BlockWork,
+    CountsBlocks,
     Domain,
     Given,
     Inputs,
@@ -78,9 +80,11 @@ __all__ = [
     "BatchShape",
     "BeginsAtZero",
     "Block",
+    "BlockWork",
     "CheckOutcome",
     "Chunked",
     "Conditions",
+    "CountsBlocks",
     "CountsFlops",
     "CountsSteps",
     "Data",

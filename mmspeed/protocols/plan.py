@@ -267,6 +267,8 @@ class ModelPlan:
             does not travel.
         cuts: names of blocks before which a pipeline may cut the model; None: before any.
         before, after: modules that run before the first and after the last block.
+        embeds: modules whose outputs reach the first block's carried arguments and nothing else, such as embeddings: of a pipeline the
+            first stage alone holds them. One that is also in `after` (an embedding that a head shares) the last stage holds, too.
         draws: its blocks draw random numbers (dropout).
         image: (argument of the model's forward, dim) that gives the number of frames; dim None: the argument is that number. When it is 1
             no tokens are split over a group: every process computes its own.
@@ -299,6 +301,7 @@ class ModelPlan:
     cuts: tuple[str, ...] | None = None
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    embeds: tuple[str, ...] = ()
     draws: bool = True
     image: tuple[str, int | None] | None = None
     stills: bool = False
@@ -536,6 +539,7 @@ def kept_plan(model: nn.Module, plan: ModelPlan, gone: Collection[str]) -> Model
         mlps=names(plan.mlps),
         before=names(plan.before),
         after=names(plan.after),
+        embeds=names(plan.embeds),
     )
 
 

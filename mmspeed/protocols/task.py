@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -83,6 +83,24 @@ class Work:
 
     def __mul__(self, times: float) -> Work:
         return Work(self.products * times, self.attention * times, self.elementwise * times)
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """Operations in matrix products of an item's forward pass: of each block, in the plan's order, before the first, behind the last."""
+
+    blocks: Sequence[float]
+    before: float = 0.0
+    after: float = 0.0
+
+
+@runtime_checkable
+class CountsBlocks(Protocol):
+    """A domain that counts the work of its model's blocks, by which a pipeline divides them."""
+
+    def block_work(self) -> BlockWork | None:
+        """That of the run's largest item, from the config alone; None where it is not known: blocks then count alike."""
+        ...
 
 
 @dataclass(frozen=True)

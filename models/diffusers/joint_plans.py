@@ -58,6 +58,7 @@ def hunyuan_video_plan(model: nn.Module) -> ModelPlan:
         carried=("hidden_states", "encoder_hidden_states"),
         before=("x_embedder", "context_embedder", "time_text_embed"),
         after=("norm_out", "proj_out"),
+        embeds=("x_embedder", "context_embedder"),
         inputs={**inputs, **dict.fromkeys(stacks, every)},
         outputs={"rope": {0: rotary, 1: rotary}, "proj_out": {0: VIDEO}},
         attention={f"{stack}.attn": Site(joint) for stack in stacks},

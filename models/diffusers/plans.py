@@ -51,6 +51,7 @@ def wan_plan(model: nn.Module) -> ModelPlan:
         carried=("hidden_states",),
         before=("patch_embedding", "condition_embedder"),
         after=("norm_out", "proj_out"),
+        embeds=("patch_embedding",),
         inputs={
             "": {"timestep": TIMESTEP},
             "blocks.0": {"hidden_states": Split("video", 1)},
@@ -93,6 +94,7 @@ def ltx_plan(model: nn.Module) -> ModelPlan:
         carried=("hidden_states",),
         before=("proj_in", "time_embed", "caption_projection"),
         after=("norm_out", "proj_out"),
+        embeds=("proj_in",),
         inputs={
             "": {"hidden_states": Split("video", 1), "timestep": TIMESTEP},
             **{name: {"hidden_states": Seen("video", 1)} for name in (*attention, mlp)},
@@ -126,6 +128,7 @@ def cogvideox_plan(model: nn.Module) -> ModelPlan:
         carried=("hidden_states", "encoder_hidden_states"),
         before=("patch_embed", "time_embedding"),
         after=("norm_final", "norm_out", "proj_out"),
+        embeds=("patch_embed",),
         inputs={
             "": {"image_rotary_emb": Split("video", 0, ndim=2, level="seen")},
             "transformer_blocks.0": {"hidden_states": Split("video", 1), "encoder_hidden_states": Split("text", 1)},
@@ -159,6 +162,7 @@ def wan_vace_plan(model: nn.Module) -> ModelPlan:
     return replace(
         wan,
         blocks=(*listed(model, "vace_blocks"), *wan.blocks),
+        embeds=(),
         carried=(),  # hints of the control reach many blocks
         before=(*wan.before, "vace_patch_embedding"),
         inputs={**both(wan.inputs), **first},

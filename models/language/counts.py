@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmspeed.models.language.config import DecoderSettings
-from mmspeed.protocols import Work
+from mmspeed.protocols import BlockWork, Work
 
 ELEMENTWISE = 60  # operations of norms, rotations and activations for each token and channel of a block
 
@@ -79,14 +79,29 @@ def forward_work(settings: DecoderSettings, lengths: Sequence[int]) -> Work:
     pairs less.
     """
     tokens, pairs = sum(lengths), sum(length * length for length in lengths)
+    blocks = (_work_of_block(settings, block, tokens, pairs) for block in range(settings.num_hidden_layers))
+    return sum(blocks, Work(_head(settings, tokens)))
+
+
+def block_work(settings: DecoderSettings, tokens: int) -> BlockWork:
+    """Work of the forward pass of a document; a module for a further token is a block behind the others, with a head of its own."""
+    depth, mtp = settings.num_hidden_layers, settings.num_nextn_predict_layers
+    blocks = [_work_of_block(settings, block, tokens, tokens**2).matmul for block in range(depth + mtp)]
+    joined = 4.0 * tokens * settings.hidden_size**2  # the projection of two vectors
+    blocks[depth:] = [block + joined for block in blocks[depth:]]
+    return BlockWork(blocks, after=_head(settings, tokens) * (1 + mtp))
+
+
+def _work_of_block(settings: DecoderSettings, block: int, tokens: int, pairs: int) -> Work:
     latent = settings.latent
     widths = 2 * settings.head_dim if latent is None else latent.plain + latent.rotary + latent.value
-    width, blocks = settings.hidden_size, settings.num_hidden_layers
-    numbers = settings.vocab_size * width
-    for block in range(blocks):
-        numbers += _products(settings) + _mlp_products(settings, block)
-    attention = 2.0 * blocks * pairs * settings.num_attention_heads * widths
-    return Work(2.0 * tokens * numbers, attention, float(ELEMENTWISE * blocks * tokens * width))
+    numbers = _products(settings) + _mlp_products(settings, block)
+    attention = 2.0 * pairs * settings.num_attention_heads * widths
+    return Work(2.0 * tokens * numbers, attention, float(ELEMENTWISE * tokens * settings.hidden_size))
+
+
+def _head(settings: DecoderSettings, tokens: int) -> float:
+    return 2.0 * tokens * settings.vocab_size * settings.hidden_size
 
 
 def _mlp_products(settings: DecoderSettings, block: int) -> int:

@@ -56,6 +56,7 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
             linears |= {f"{name}.mlp.gate_proj": COLUMN, f"{name}.mlp.up_proj": COLUMN, f"{name}.mlp.down_proj": SUM}
         elif settings.experts is not None and settings.experts.balance is not None:
             outputs[f"{name}.mlp.balance"] = {0: Total("text")}
+    again = settings.tie_word_embeddings or mtp  # the embedding is also read behind the last block
     return ModelPlan(
         blocks=tuple(Block(name) for name in blocks),
         inputs=inputs,
@@ -75,7 +76,8 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         summed=("packs_BNP", -1) if settings.experts is not None and settings.experts.balance is not None else None,
         cuts=tuple(names[1:]),
         before=("embed_tokens",),
-        after=("norm", "lm_head"),
+        after=("norm", "lm_head", *(("embed_tokens",) if again else ())),
+        embeds=("embed_tokens",),
         draws=False,
         causal=True,
         packed=("bounds_Z", "text"),

@@ -40,6 +40,7 @@ def sora_plan(kinds: Sequence[str], heads: int, control: bool = False) -> ModelP
         carried=("x_BTSE",),
         before=(*embeddings, "text_norm", "text_in"),
         after=("final",),
+        embeds=embeddings,
         inputs={
             **{name: {"input": Split("video", dim=2, rows=1)} for name in embeddings},
             "text_norm": {"input": text},

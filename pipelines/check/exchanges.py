@@ -9,7 +9,7 @@ from torch import nn
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.parallel import TokenLayout
-from mmspeed.parallel.stages import everywhere
+from mmspeed.parallel.stages import shared_parameters
 from mmspeed.protocols import ModelPlan, plan_of
 
 # axes of the processes that split a sample's tokens
@@ -22,7 +22,7 @@ def wrong_exchanges(
     """Lines on exchanges, as "kind axis", that a step's did not make or should not. splits: it has samples whose tokens are split."""
     plan = plan_of(model)
     wanted = [] if plan is None else expected(plan, parallel, layout, splits, bool(clustered_layers(model)))
-    if any(parameter.requires_grad for _, parameter in everywhere(model)):
+    if any(p.requires_grad for _, parameters in shared_parameters(model) for p in parameters):
         wanted.append("all_reduce pp")
     problems = [f"no {what} was sent, so the layout did not take part" for what in wanted if what not in sent]
     silent = () if splits else OF_A_SEQUENCE

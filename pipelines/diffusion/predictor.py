@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,6 +24,7 @@ from mmspeed.models.sections import FamilyCounts, arguments_of
 from mmspeed.parallel import token_layout, unwrap
 from mmspeed.protocols import (
     Batch,
+    BlockWork,
     CountsFlops,
     DiffusionModel,
     Inputs,
@@ -38,6 +40,11 @@ from mmspeed.shapes import Bucket, Strides
 Latent = tuple[int, int, int]
 # tensors of the video task's batches; others are further inputs of the model, by name
 OWN_TENSORS = ("latents", "text", "text_mask", "text_pooled", "noise", "fps", "loss_mask", "quantiles")
+BLOCK_LISTS = (
+    "depth",
+    "num_layers",
+    "num_single_layers",
+)  # numbers of blocks among a class's arguments, in the order of their calls
 STEPS_OF_V = 1000  # of published models that predict v
 
 
@@ -160,6 +167,14 @@ class FamilyPredictor(FamilyCounts):
         if isinstance(self.call, CountsWork):
             return self.call.work(self.config, latent, text_tokens)
         return Work(products=float(self.flops(latent, text_tokens)))
+
+    def block_work(self, latent: tuple[int, int, int], text_tokens: int) -> BlockWork:
+        """Work of each block of a sample's forward pass: what it adds to that of a model with those before it alone."""
+        lists = {key: self.config[key] for key in BLOCK_LISTS if key in self.config}
+        none = {**self.config, **dict.fromkeys(lists, 0)}
+        models = ([replace(self, config={**none, key: n}) for n in range(count + 1)] for key, count in lists.items())
+        works = ([model.work(latent, text_tokens).matmul for model in each] for each in models)
+        return BlockWork([more - less for each in works for less, more in pairwise(each)])
 
     def notes(self, latents: Mapping[Bucket, Latent], config: Config) -> tuple[list[str], list[str]]:
         if not isinstance(self.call, DescribesAttention):

@@ -37,7 +37,6 @@ from mmspeed.parallel import (
     resolve_strategy,
     unwrap,
 )
-from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.run.compiling import EAGER, Compiling, compiling
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.pipelines.tasks import Task
@@ -276,7 +275,7 @@ def _placed(
         if not learns:
             raise UserError("parallel.pp: a model that does not train is not divided into stages: leave pp at 1")
         (group,) = placement.mesh.across_stages()
-        stages = cut_into_stages(bare, group, Pipeline.of(config.parallel))
+        stages = task.cut(bare, config.parallel, group)
         stages.gathers_again = gathers_again(config)
     keeping, host = None, learns and config.host_base
     if learns:

@@ -36,7 +36,6 @@ from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, stat
 from mmspeed.parallel import autocast, make_half
 from mmspeed.parallel.expert_outline import outline_experts
 from mmspeed.parallel.experts import spread_modules
-from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.run.assembly import gathers_again, is_cast
 from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, budget_bytes, key_of, step_figures, weights_of
@@ -259,7 +258,7 @@ def _ends_of(
     """What a rank holds beside its blocks, from shapes; and the blocks of all stages."""
     bare = task.build()[task.updates()[0].role]
     trained = [[p.numel() for p in block.parameters() if p.requires_grad] for _, block in blocks_of(bare)]
-    stages = cut_into_stages(bare, None, pipeline, rank)
+    stages = task.cut(bare, config.parallel, None, rank)
     task.domain.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)
     if config.memory.master != "parameters":
@@ -269,6 +268,7 @@ def _ends_of(
         dtype = parse_dtype(config.device.dtype)
         if dtype != torch.float32:
             autocast(bare, dtype)
+        stages.type_outlines(dtype)
         ends = rank_ends(bare, stages, batch, loss, FakeTensorProfiler(1.0, 1.0))
     return replace(ends, fresh=tuple(4 * max(numbers, default=0) for numbers in trained)), stages.bounds
 

@@ -15,7 +15,7 @@ from mmspeed.config import RunConfig
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import Profiler
 from mmspeed.memory.planning.options import Flight, StepFigures, static_bytes
-from mmspeed.parallel.stages import HandedOver, Passing, StageBlock, Stages, StandIn, cut_into_stages
+from mmspeed.parallel.stages import HandedOver, Passing, StageBlock, Stages, StandIn
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.blocks import other_blocks
 from mmspeed.pipelines.tuning.memory_measure import NextLayer, emptied, weights_of
@@ -226,5 +226,5 @@ def stage_of(config: RunConfig) -> int:
 def own_blocks(config: RunConfig, task: Task) -> list[int]:
     """The numbers of the blocks that this process has, among all of the model."""
     model = task.build()[task.updates()[0].role]
-    stages = cut_into_stages(model, None, Pipeline.of(config.parallel), stage_of(config))
+    stages = task.cut(model, config.parallel, None, stage_of(config))
     return [place for stage in stages.own for place in stages.bounds[stage]]

@@ -20,6 +20,7 @@ FEW: list[Combination] = [
     for kind, schedule, count, memory in (
         ("sora", "interleaved, one more", "P", "recomputed"), ("dense", "1f1b", "3P + 1", "kept"), ("latent", "interleaved", "2P", "offloaded"),
         ("hunyuan", "1f1b, one more", "2P", "kept"), ("experts", "dualpipe_v", "3P + 1", "kept"), ("sora full", "zb_h1", "2P", "kept"),
+        ("tied", "1f1b", "2P", "kept"),
     )
 ]  # fmt: skip
 
@@ -28,7 +29,7 @@ def wrong(case: Combination, ranks: list[dict[str, Any]]) -> list[str]:
     """What is wrong with a case."""
     first = ranks[0]
     free = case["memory"] != "states on the host"  # its weights move
-    apart = set(first["everywhere"]) if case["kind"] != "dense" and case["kind"] != "experts" else set()
+    apart = set(first["shared"]) if case["kind"] != "dense" and case["kind"] != "experts" else set()
     waits = case["schedule"] in (
         "overlap",
         "zb_h1",
@@ -45,7 +46,7 @@ def wrong(case: Combination, ranks: list[dict[str, Any]]) -> list[str]:
         "bits": not exact or not set(first["other"]) - apart,
         "boundaries": not any(rank["uncrossed"] for rank in ranks),
     }
-    facts = {name: value for name, value in first.items() if name not in ("counts", "everywhere")}
+    facts = {name: value for name, value in first.items() if name not in ("counts", "shared")}
     return [f"{case}: {what}: {facts}, {[r['uncrossed'] for r in ranks]}" for what, holds in held.items() if not holds]
 
 

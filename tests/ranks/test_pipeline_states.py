@@ -21,7 +21,7 @@ from tests.support.checkpoints import farthest, whole_checkpoint
 from tests.support.spawn import run_ranks
 
 LAYOUTS: dict[str, Layout] = {
-    "1f1b": (2, ("parallel.pp=2",)),
+    "1f1b": (2, ("parallel.pp=2", "parallel.stages=[1,3]")),
     "interleaved, one more": (2, ("parallel.pp=2", "parallel.virtual=2", "parallel.extra_warmup=true")),
     "one process": (1, ()),
     "four stages": (4, ("parallel.pp=4",)),

@@ -16,6 +16,9 @@ __all__ = ["home"]  # a fixture
     "overrides, words",
     [
         (("parallel.virtual=2",), "set pp"),
+        (("parallel.stages=[4]",), "set pp, or leave stages out"),
+        (("parallel.pp=2", "parallel.stages=[4]"), "write 2 numbers"),
+        (("parallel.pp=2", "parallel.stages=[0,4]"), r"write \[1, 4\]"),
         (("parallel.pp=2", "parallel.strategy=ddp"), "fsdp"),
         (
             ("parallel.pp=2", "memory.release_gradients=true", "train.clip_norm=null", "train.skip_non_finite=0"),

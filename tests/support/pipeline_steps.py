@@ -28,7 +28,7 @@ from mmspeed.loop.step import Learner, train_step
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.sora.model import SoraDiT
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
-from mmspeed.parallel.stages import cut_into_stages, everywhere
+from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
 from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import Batch, Item, Term, Terms, Update
@@ -45,6 +45,7 @@ from tests.support.video_transformers import make_inputs, make_model
 PLAIN = {"attention": "grouped", "top": "2", "shared": "0", "balance": "none", "bias": "0", "mtp": "0", "windows": "none"}  # fmt: skip
 DECODERS: dict[str, Combination] = {
     "dense": {"top": "none"},
+    "tied": {"top": "none"},  # its head has the weight of the embedding
     "experts": {"balance": "micro_batch"},
     "latent": {"attention": "latent", "balance": "sequence", "shared": "1", "bias": "1", "mtp": "1"},
 }
@@ -168,7 +169,11 @@ def language(kind: str, depth: int) -> Made:
         (made,) = of.learners(of.updates(), models, strategy, {"model": optimizer}, cpu, strategy != "none")
         return made
 
-    return Made(decoder_of(replace(settings_of(own), num_hidden_layers=depth)), learner, batch)
+    return Made(
+        decoder_of(replace(settings_of(own), num_hidden_layers=depth, tie_word_embeddings=kind == "tied")),
+        learner,
+        batch,
+    )
 
 
 MOST = 600  # packs of a shape that differ
@@ -258,7 +263,7 @@ def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[
         "terms": [result.terms for result in results],
         "counts": [{name: counts.tolist() for name, counts in result.counts.items()} for result in results],
         "grads": grads,
-        "everywhere": [name for name, _ in everywhere(unwrap(model))],
+        "shared": [name for _, names in stages.shared for name in names] if stages is not None else [],
         "stages": stages is not None and [*stages.own],
         "uncrossed": uncrossed(unwrap(model)),
     }
@@ -304,7 +309,7 @@ def compared(case: Combination, world: int, groups: Groups, truths: dict[Any, di
         "gap": gaps[worst],
         "worst": worst,
         "other": sorted(grads.keys() - equal),
-        "everywhere": got["everywhere"],
+        "shared": got["shared"],
     }
 
 

@@ -69,6 +69,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
         "mlps": plan.mlps,
         "before": plan.before,
         "after": plan.after,
+        "embeds": plan.embeds,
         "cuts": plan.cuts or (),
     }
     for what, names in patterns.items():

@@ -29,7 +29,7 @@ from mmspeed.device import parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.models.adapters import adapt
 from mmspeed.models.language.config import DecoderSettings
-from mmspeed.models.language.counts import forward_work
+from mmspeed.models.language.counts import block_work, forward_work
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.settings import configured
@@ -51,6 +51,7 @@ from mmspeed.plan.schedules import Pipeline, check_stages
 from mmspeed.plan.traffic import EvenRouting, expert_lines
 from mmspeed.protocols import (
     Batch,
+    BlockWork,
     Data,
     Divisors,
     Given,
@@ -365,6 +366,10 @@ class LanguageDomain(DomainDefaults):
         one = self._one
         squares = self._mean_squares(shape.numbers)
         return Work(one.products * shape.numbers, one.attention * squares, one.elementwise * shape.numbers)
+
+    def block_work(self) -> BlockWork:
+        """Work of each block for a document of the longest packs' length."""
+        return block_work(self.settings, max(self.config.lengths))
 
     def sample_cost(self, sample: OrderedSample) -> float:
         """FLOPs of training on a pack, by the lengths of its documents."""

@@ -73,6 +73,7 @@ from mmspeed.pipelines.domains.video.values import VideoValues
 from mmspeed.pipelines.run.measured import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
+    BlockWork,
     Data,
     Divisors,
     Given,
@@ -460,6 +461,13 @@ class VideoDomain(DomainDefaults):
         latent = self.sizes.strides.latent(as_bucket(shape))
         length = min(COUNTED_TEXT_TOKENS, self.caption_limit) if text_tokens is None else text_tokens
         return self.predictor.work(latent, length)
+
+    def block_work(self) -> BlockWork | None:
+        """Work of each block for the config's largest bucket; what is around blocks is little."""
+        largest = max(self.config.buckets, key=self.tokens)
+        length = min(COUNTED_TEXT_TOKENS, self.caption_limit)
+        predictor, latent = self.predictor, self.sizes.strides.latent(largest)
+        return predictor.block_work(latent, length) if isinstance(predictor, FamilyPredictor) else None
 
     def usage(self, step: StepData) -> StepUsage:
         """The usage of a step. Captions count as the longest of this rank."""

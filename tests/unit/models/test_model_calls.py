@@ -18,7 +18,7 @@ from mmspeed.models.families.cogvideox import CogVideoXCall
 from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines.diffusion.objective import DdpmObjective
 from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor, predict
-from mmspeed.protocols import Conditions, blocks_of
+from mmspeed.protocols import Conditions, blocks_of, plan_of
 from mmspeed.shapes import Strides
 from tests.support.published import called_by_hand
 from tests.support.video_transformers import make_model
@@ -161,6 +161,12 @@ def test_operations_are_what_torch_counts(name: str) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         predict(predictor, model, latent(name)[:1], TIMES[:1], single)
     assert predictor.flops((frames_of(name), H, W), L) == counter.get_total_flops()
+    plan = plan_of(model)
+    if plan is not None and plan.carried:  # a pipeline divides its blocks by these
+        assert isinstance(predictor, FamilyPredictor)
+        parts = counter.get_flop_counts()
+        counts = [sum(parts[f"{type(model).__name__}.{block.name}"].values()) for block in plan.blocks]
+        assert predictor.block_work((frames_of(name), H, W), L).blocks == counts
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
-from mmspeed.plan.schedules import Action, Pair, Pipeline, ScheduleName, Table, interleaved, stage_bounds
+from mmspeed.plan.schedules import Action, Pair, Pipeline, ScheduleName, Table, interleaved
 from mmspeed.plan.simulate import Exchange, Lane, simulate
 from tests.support.schedules import check_table
 
@@ -109,6 +109,5 @@ def test_a_wrong_table_is_refused(change: Any, words: str) -> None:
         check_table(table, Pipeline(2), 4)
 
 
-def test_stages_are_even() -> None:
-    assert [len(part) for part in stage_bounds(7, 3)] == [3, 2, 2]
+def test_stages_of_a_rank() -> None:
     assert Pipeline(4, 2, schedule="zbv").own(0) == [0, 7] and Pipeline(4, 2).own(0) == [0, 4]

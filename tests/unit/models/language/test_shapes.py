@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula  # n
 
 from mmspeed.errors import UserError
 from mmspeed.models.language.config import DecoderSettings
-from mmspeed.models.language.counts import count_parameters, forward_work
+from mmspeed.models.language.counts import block_work, count_parameters, forward_work
 from mmspeed.models.language.decoder import Decoder, next_tokens
 from mmspeed.models.language.shapes import SHAPES, shape_named, tiny_twin
 from mmspeed.models.language.weights import on_meta
@@ -66,7 +66,10 @@ def test_operations_are_those_of_torchs_counter(name: str) -> None:
 
     settings = replace(SHAPES[name].settings, num_hidden_layers=4, num_nextn_predict_layers=0)
     for tokens in (64, 320):
-        assert forward_work(settings, [tokens]).matmul == counted(settings, tokens)
+        work = block_work(settings, tokens)
+        assert forward_work(settings, [tokens]).matmul == counted(settings, tokens) == sum(work.blocks) + work.after
+    further = block_work(replace(settings, num_nextn_predict_layers=1), 64)
+    assert len(further.blocks) == 5 and further.after == 2 * block_work(settings, 64).after
 
 
 def test_documents_attend_within_themselves() -> None:
