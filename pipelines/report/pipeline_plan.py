@@ -1,0 +1,201 @@
+"""`mmspeed plan CONFIG --pipeline`: a step of a pipeline before it runs, simulated on the tables that run, and the best ways to set it.
+
+Durations are counted from shapes: operations at a device's rate, and bytes at the speeds of links. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import get_args
+
+from pydantic import ValidationError
+
+from mmspeed.axes import AxisName, mesh_table
+from mmspeed.config import RunConfig
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.device import Device
+from mmspeed.errors import UserError, divisors
+from mmspeed.log import format_bytes, progress
+from mmspeed.pipelines.report.run_forecast import rates
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, shape_figures, spread
+from mmspeed.pipelines.tuning.stage_work import MicroBatchWork, Sent, micro_batch_work
+from mmspeed.plan.pipeline_picture import seconds_shown
+from mmspeed.plan.schedules import Action, Pipeline, check_stages, stage_bounds
+from mmspeed.plan.simulate import Exchange, Simulated, exposed, picture, simulate
+from mmspeed.plan.traffic import NODE
+from mmspeed.protocols import MicroBatchSize, RunPlace, shape_words
+
+INNER = 200.0  # GB/s of a device to others of its node, where nothing else is said
+SHOWN, CELLS = 8, 120  # candidates in a table; columns of a picture
+KEYS = ("pp", "virtual", "schedule", "extra_warmup")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What durations are counted with: operations a second of a device, and bytes a second of its links."""
+
+    flops: float
+    inner: float
+    outer: float
+    words: str
+
+    @classmethod
+    def of(cls, config: RunConfig, tflops: float | None, inner: float | None, outer: float | None) -> Rates:
+        """The given rates; others are those that the config names, or those of a usual accelerator."""
+        where, flops = (" of --tflops", tflops * 1e12) if tflops else rates(config)[-1]
+        inner, outer = inner or INNER, outer or config.parallel.balance.gigabytes_per_second
+        words = f"{flops / 1e12:.0f} TFLOP/s{where}, {inner:g} GB/s within a node of {NODE} devices and {outer:g} GB/s between nodes"
+        return cls(flops, inner * 1e9, outer * 1e9, words)
+
+    def seconds(self, sent: Sent, parallel: ParallelConfig) -> Iterator[Exchange]:
+        """The exchanges of rows with experts on other devices."""
+        near = max(n for n in range(1, NODE + 1) if parallel.ep % n == 0)  # devices of `ep` on a node
+        for axis, nbytes in sent.items():
+            far = {AxisName.EP_OUTER: 1.0, AxisName.EP: (parallel.ep - near) / max(1, parallel.ep - 1)}.get(axis, 0.0)
+            if far:
+                yield Exchange("experts", "outer", far * nbytes / self.outer)
+            if far < 1:
+                yield Exchange("experts", "inner", (1 - far) * nbytes / self.inner)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of a layout. memory: bytes of each rank at its peak. shares: of the work of all ranks. exposed: seconds by kind; None: not asked."""
+
+    parallel: ParallelConfig
+    size: MicroBatchSize
+    bounds: Sequence[range]
+    simulated: Simulated
+    memory: tuple[int, ...]
+    shares: tuple[float, ...]
+    exposed: dict[str, float] | None = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Its stages and schedule."""
+        return Pipeline.of(self.parallel)
+
+    @property
+    def keys(self) -> str:
+        """The keys to set."""
+        values = self.parallel.model_dump(mode="json", include=set(KEYS))
+        return " ".join(f"parallel.{key}={str(values[key]).lower()}" for key in KEYS)
+
+    def lines(self) -> list[str]:
+        """The step in lines, and its picture."""
+        step, pipeline = self.simulated, self.pipeline
+        lines = [
+            f"a step of {self.size.batches} micro-batches of {shape_words(self.size.shape)} x {self.size.items}: "
+            f"{seconds_shown(step.step)}, of which the busiest rank stands still for {step.idle:.1%}"
+        ]
+        if self.exposed is not None:
+            each = (f"{kind} {seconds_shown(seconds)} ({seconds / step.step:.1%})" for kind, seconds in self.exposed.items())
+            lines.append(f"exposed exchanges: {', '.join(each)}")
+        lines.append(f"{'rank':>4}  {'work':>6} {'waits':>6} {'in flight':>9} {'memory':>9}  blocks of its stages")
+        for rank, (share, wait, flying, nbytes) in enumerate(
+            zip(self.shares, step.waits, step.in_flight, self.memory, strict=True)
+        ):
+            held = ", ".join(_words(self.bounds[stage]) for stage in pipeline.own(rank))
+            lines.append(f"{rank:>4}  {share:>6.1%} {wait / step.step:>6.1%} {flying:>9} {format_bytes(nbytes):>9}  {held}")
+        unit = max(step.step / CELLS, min(end - begin for row in step.spans for _, begin, end in row))
+        lines.append(f"each sign is {seconds_shown(unit)}: digits forward, letters backward, capitals gradients of weights, dots waiting")
+        return lines + picture(step, unit)
+
+
+def _words(blocks: range) -> str:
+    return f"{blocks.start}-{blocks.stop - 1}" if len(blocks) > 1 else f"{blocks.start}"
+
+
+class PipelinePlanner:
+    """The steps of a config's pipelines on a number of devices, all of one count of the model.
+
+    devices: None: the fewest of the layout. batches: micro-batches of a step; None: those of the config. Raises UserError where the layout
+    does not fit the devices.
+    """
+
+    def __init__(self, config: RunConfig, given: Rates, devices: int | None = None, batches: int | None = None) -> None:
+        self.config, self.rates, self.batches = config, given, batches
+        self.devices = devices or _least(config.parallel)
+        self.task = make_task(config)
+        self.task.domain.open_without_data()
+        self._works: dict[tuple[object, int], MicroBatchWork] = {}
+
+    def size(self, parallel: ParallelConfig) -> MicroBatchSize:
+        """The largest micro-batch of a layout, and their number in a step."""
+        mesh_table(self.devices, parallel.axis_sizes())
+        dealt = self.devices // parallel.pp
+        place = RunPlace(Device("cpu", 0), world=self.devices, dealt=dealt, groups=max(1, dealt // parallel.group))
+        size = self.task.domain.largest_micro_batch(place)
+        return size if self.batches is None else replace(size, batches=self.batches, accumulates=self.batches > 1)
+
+    def work(self, size: MicroBatchSize) -> MicroBatchWork:
+        """The work of a micro-batch, counted once for each size."""
+        key = size.shape, size.items
+        if key not in self._works:
+            self._works[key] = micro_batch_work(self.config, self.task, size)
+        return self._works[key]
+
+    @cached_property
+    def blocks(self) -> int:
+        """Blocks of the model."""
+        return len(self.work(self.size(self.config.parallel)).blocks)
+
+    def step(self, parallel: ParallelConfig, explain: bool = False) -> PlannedStep:
+        """The step of a layout. Raises UserError for one that does not fit devices or blocks. explain: with what exchanges add."""
+        size, pipeline = self.size(parallel), Pipeline.of(parallel)
+        work = self.work(size)
+        check_stages(len(work.blocks), pipeline)
+        bounds = stage_bounds(len(work.blocks), pipeline.stages)
+        stages, rate = [work.stage(blocks) for blocks in bounds], self.rates.flops * parallel.group
+
+        def seconds(action: Action) -> float:
+            own = stages[action.stage]
+            passes = {"forward": own.forward, "input": own.input, "weight": own.weight}
+            return passes.get(action.kind, own.input + own.weight) / rate
+
+        def exchanges(action: Action) -> list[Exchange]:
+            own = stages[action.stage]
+            sent = own.sent if action.kind == "forward" else own.sent_back
+            return [] if action.kind == "weight" else list(self.rates.seconds(sent, parallel))
+
+        link = self.rates.outer if self.devices > NODE else self.rates.inner  # stages lie farthest apart
+        message, table = work.travels / parallel.group / link, pipeline.table(size.batches)
+        kept, memory = self._memory(parallel, size, bounds)
+        simulated = simulate(
+            table, pipeline, seconds, message, exchanges=exchanges, kept=lambda action: kept[action.stage]
+        )
+        shown = exposed(table, pipeline, seconds, message, exchanges=exchanges) if explain else None
+        each = [sum(stages[stage].operations for stage in pipeline.own(rank)) for rank in range(pipeline.ranks)]
+        peaks = tuple(peak(most) for peak, most in zip(memory, simulated.kept, strict=True))
+        return PlannedStep(parallel, size, bounds, simulated, peaks, tuple(one / sum(each) for one in each), shown)
+
+    def candidates(self) -> list[ParallelConfig]:
+        """The layouts of these devices that differ in stages and schedule alone."""
+        own, found = self.config.parallel.model_dump(), []
+        schedules = get_args(ParallelConfig.model_fields["schedule"].annotation)
+        for pp in (pp for pp in range(2, self.blocks + 1) if self.devices % pp == 0):
+            for virtual, schedule, more in (
+                (virtual, schedule, more)
+                for virtual in range(1, self.blocks // pp + 1)
+                for schedule in schedules
+                for more in (False, True)
+                if schedule != "auto"
+            ):
+                keys = {"pp": pp, "virtual": virtual, "schedule": schedule, "extra_warmup": more}
+                try:
+                    parallel = ParallelConfig.model_validate({**own, **keys})
+                    mesh_table(self.devices, parallel.axis_sizes())
+                except (ValidationError, UserError):
+                    continue  # keys that do not go together
+                found.append(parallel)
+        return found
+
+    def search(self, limit: int) -> list[PlannedStep]:
+        """The steps of all candidates that take no more memory than the limit on any rank, fastest first."""
+        steps = [self.step(each) for each in progress(self.candidates(), "simulate", unit="layout")]
+        fits = [step for step in steps if max(step.memory) <= limit]
+        return sorted(fits, key=lambda step: (step.simulated.step, max(step.memory)))
