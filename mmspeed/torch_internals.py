@@ -280,9 +280,7 @@ def fsdp_state(module: object) -> Any:
 
 def sum_in_float32(state: Any) -> None:
     """Keep the sums of an `fsdp_state` in float32, once its first forward began. Raises RuntimeError for a torch that sums otherwise."""
-    # torch 2.13 can have several groups of parameters a module, 2.11 has one
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in filter(None, groups):
+    for group in _parameter_groups(state):
         if not hasattr(group, "_orig_dtype"):
             raise RuntimeError(
                 f"torch {torch.__version__} rounds sums of gradients in another place than mmspeed knows; use torch 2.11 to 2.14"
@@ -340,7 +338,9 @@ class PipelineActions:
     """A table of a pipeline in torch's runtime, whose stages get receive buffers of each micro-batch's own shapes.
 
     torch's stages take the shapes of their first step, and abort at others. `forward(stage, micro-batch, tensors that came)` returns what
-    goes on, or the loss; `like(micro-batch)` tensors as those that travel; `last(stage)` is called before a stage's last backward.
+    goes on, or the loss; `like(micro-batch)` tensors as those that travel; `before_last(stage)` is called before
+    a stage's last backward pass in one, `after_weights(stage, whether it was the last)` after gradients of weights that were left.
+    torch would also keep all that a step sends until its end; here outputs go with their backward, and a gradient with the next one.
     """
 
     def __init__(
@@ -352,43 +352,43 @@ class PipelineActions:
         travels: int,
         device: torch.device,
         group: dist.ProcessGroup,
+        take: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
-        """table: of `mmspeed.plan.schedules`. own: the stages of this process. travels: the number of tensors that do."""
+        """table: of `mmspeed.plan.schedules`. own: the stages of this process. travels: the number of tensors that do.
+
+        take: gives a function that computes the gradients of weights that the last backward pass left; None: passes leave none.
+        """
         from torch.distributed.pipelining import schedules as torch_schedules
 
-        kinds = {
-            "forward": torch_schedules.FORWARD,
-            "backward": torch_schedules.FULL_BACKWARD,
-            "input": torch_schedules.BACKWARD_INPUT,
-            "weight": torch_schedules.BACKWARD_WEIGHT,
-        }
-
-        def named(entry: Any) -> Any:
-            if len(entry.parts) > 1:
-                return torch_schedules._Action(-1, torch_schedules.OVERLAP_F_B, None, tuple(map(named, entry.parts)))
-            return torch_schedules._Action(entry.stage, kinds[entry.kind], entry.batch)
-
         stage_class = pipeline_stage()
-        self._stages = [stage_class(number, stages, micro_batches, travels, device, group) for number in own]
+        self._stages = [stage_class(number, stages, micro_batches, travels, device, group, take) for number in own]
         self._schedule = torch_schedules._PipelineScheduleRuntime(
             self._stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
         )
-        order: dict[int, list[Any]] = {rank: list(map(named, row)) for rank, row in enumerate(table)}
+        order = _torch_table(table)
         self._schedule.pipeline_order = order
         self._schedule._prepare_schedule_with_comms(order)
         self._schedule._stages_forward_initialized = self._schedule._stages_backward_initialized = True
+        held = {stage.stage_index: stage for stage in self._stages}
+
+        def send(action: Any, _context: Any) -> None:
+            held[action.stage_index].send(action.microbatch_index, action.computation_type == torch_schedules.SEND_B)
+
+        # `register_custom_function` takes computations alone
+        self._schedule._comp_type_to_function_map |= {torch_schedules.SEND_F: send, torch_schedules.SEND_B: send}
         self._count = micro_batches
 
     def run(
         self,
         forward: Callable[[int, int, tuple[Tensor, ...]], Any],
         like: Callable[[int], Sequence[Tensor]],
-        last: Callable[[int], None],
+        before_last: Callable[[int], None],
+        after_weights: Callable[[int, bool], None] = lambda stage, last: None,
     ) -> None:
         """Run a step."""
         self._schedule._has_backward = True
         for stage in self._stages:
-            stage.begin(forward, like, last)
+            stage.begin(forward, like, before_last, after_weights)
             stage.clear_runtime_states()
         numbers: list[Any] = [{"micro_batch": number} for number in range(self._count)]
         nothing: list[Any] = [None] * self._count
@@ -396,8 +396,59 @@ class PipelineActions:
         before, logger.disabled = logger.disabled, True  # on an error it logs the whole table
         try:
             self._schedule._step_microbatches([()] * self._count, numbers, nothing, None, return_outputs=False)
+            for stage in self._stages:
+                stage.wait_for(*stage.sent)
         finally:
             logger.disabled = before
+
+
+def _torch_table(table: Sequence[Sequence[Any]]) -> dict[int, list[Any]]:
+    """A table of `mmspeed.plan.schedules` as torch has it."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    kinds = {
+        "forward": torch_schedules.FORWARD,
+        "backward": torch_schedules.FULL_BACKWARD,
+        "input": torch_schedules.BACKWARD_INPUT,
+        "weight": torch_schedules.BACKWARD_WEIGHT,
+    }
+
+    def named(entry: Any) -> Any:
+        if len(entry.parts) > 1:
+            return torch_schedules._Action(-1, torch_schedules.OVERLAP_F_B, None, tuple(map(named, entry.parts)))
+        return torch_schedules._Action(entry.stage, kinds[entry.kind], entry.batch)
+
+    return {rank: list(map(named, row)) for rank, row in enumerate(table)}
+
+
+def with_receipts(
+    table: Sequence[Sequence[Any]], rank_of: Callable[[int], int], stages: int
+) -> list[list[tuple[str, int, int]]]:
+    """The passes of a table by rank in the order in which torch runs them, with the places of its receipts.
+
+    Each is (what, stage, micro-batch): a kind of `mmspeed.plan.schedules`, or "receive_input" or "receive_gradient".
+    """
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    words = {
+        torch_schedules.FORWARD: "forward",
+        torch_schedules.FULL_BACKWARD: "backward",
+        torch_schedules.BACKWARD_INPUT: "input",
+        torch_schedules.BACKWARD_WEIGHT: "weight",
+        torch_schedules.RECV_F: "receive_input",
+        torch_schedules.RECV_B: "receive_gradient",
+    }
+    order = {rank: torch_schedules._add_unshard_reshard(row) for rank, row in _torch_table(table).items()}
+    rows = torch_schedules._add_send_recv(order, rank_of, stages)
+    parts = [[part for entry in rows[rank] for part in entry.sub_actions or (entry,)] for rank in sorted(rows)]
+    return [
+        [
+            (words[part.computation_type], part.stage_index, part.microbatch_index)
+            for part in row
+            if part.computation_type in words
+        ]
+        for row in parts
+    ]
 
 
 @cache
@@ -405,22 +456,35 @@ def pipeline_stage() -> Any:
     """torch's pipeline stage with buffers of each micro-batch's own shapes."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining._utils import _TensorMeta
+    from torch.distributed.pipelining.schedules import _batch_p2p, _wait_batch_p2p
     from torch.distributed.pipelining.stage import _RecvInfo, _StageMeta
 
     class Stage(PipelineStage):
         """torch's stage with buffers that are made when a tensor is to come, and freed after its backward."""
 
         def __init__(
-            self, number: int, stages: int, count: int, travels: int, device: torch.device, group: dist.ProcessGroup
+            self,
+            number: int,
+            stages: int,
+            count: int,
+            travels: int,
+            device: torch.device,
+            group: dist.ProcessGroup,
+            take: Any,
         ) -> None:
             one = (torch.empty(1),)
-            super().__init__(nn.Identity(), number, stages, device, input_args=one, output_args=one, group=group)
+            super().__init__(
+                nn.Identity(), number, stages, device, input_args=one, output_args=one, group=group, dw_builder=take
+            )
             self.count, self.travels = count, travels
 
-        def begin(self, forward: Any, like: Any, last: Any) -> None:
-            self.forward_of, self.like, self.last = forward, like, last
+        def begin(self, forward: Any, like: Any, before_last: Any, after_weights: Any) -> None:
+            self.forward_of, self.like = forward, like
+            self.before_last, self.after_weights = before_last, after_weights
+            self.dw_runner.clear()
             self.has_backward, self.chunks = True, self.count
             self.args_recv_info, self.grad_recv_info = {}, {}
+            self.sent: dict[int | str, list[Any]] = {}  # by micro-batch, and that of the last gradient
             after = [] if self.is_last else [self.stage_index + 1]
             self.act_send_info = {place: list(after) for place in range(self.travels)}
             self.grad_send_info = [None if self.is_first else self.stage_index - 1] * self.travels
@@ -457,6 +521,16 @@ def pipeline_stage() -> Any:
             self.grad_recv_info[micro_batch] = self._room(self.fwd_cache[micro_batch][0], self.stage_index + 1, True)
             super().set_local_bwd_input(grads, micro_batch)
 
+        def send(self, micro_batch: int, gradient: bool) -> None:
+            if gradient:
+                self.wait_for("gradient")
+            operations = (self.get_bwd_send_ops if gradient else self.get_fwd_send_ops)(micro_batch)
+            self.sent["gradient" if gradient else micro_batch] = _batch_p2p(operations)
+
+        def wait_for(self, *sent: int | str) -> None:
+            for each in sent:
+                _wait_batch_p2p(self.sent.pop(each, []))
+
         def forward_maybe_with_nosync(self, *came: Tensor, micro_batch: int) -> Any:
             return self.forward_of(self.stage_index, micro_batch, came)
 
@@ -464,12 +538,47 @@ def pipeline_stage() -> Any:
             self, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
         ) -> None:
             if last_backward:
-                self.last(self.stage_index)
+                self.before_last(self.stage_index)
+            self.wait_for(number)
             super().backward_one_chunk(number, loss, full_backward, last_backward)
             self.args_recv_info.pop(number, None)
             self.grad_recv_info.pop(number, None)
+            if full_backward and self.dw_builder is not None:
+                self.after_weights(self.stage_index, last_backward)
+
+        def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:
+            super().backward_weight_one_chunk(number, last_backward)
+            self.after_weights(self.stage_index, last_backward)
 
     return Stage
+
+
+def keep_sums(module: Any) -> None:
+    """Add gradients that came without a backward pass to those that `fully_shard` keeps, in the number type of its sums."""
+    for group in _parameter_groups(fsdp_state(module)):
+        for each in group.fsdp_params:
+            gradient = each._unsharded_param.grad if hasattr(each, "_unsharded_param") else None
+            if gradient is not None and each.unsharded_accumulated_grad is not None:
+                each.unsharded_accumulated_grad += gradient
+                each._unsharded_param.grad = None
+            elif gradient is not None:
+                each.to_accumulated_grad_if_needed()
+
+
+def sum_over_shards(module: Any, root: bool = False) -> None:
+    """Sum the gradients that a `fully_shard` module keeps over its shards, outside of a backward pass; that of the root comes last."""
+    module.set_requires_gradient_sync(True, recurse=False)
+    module.unshard()
+    for group in _parameter_groups(fsdp_state(module)):
+        group.post_backward()
+    if root:
+        fsdp_state(module)._root_post_backward_final_callback()
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    # torch 2.13 can have several groups of parameters a module, 2.11 has one
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 # ---- the loader's processes

@@ -181,8 +181,8 @@ class ParallelConfig(Section):
 
     @property
     def least_devices(self) -> int:
-        """The fewest devices of this layout: those that compute one item together, as often as experts need."""
-        return math.lcm(self.group, self.expert_devices)
+        """The fewest devices of this layout: in each stage those that compute one item together, as often as experts need."""
+        return self.pp * math.lcm(self.group, self.expert_devices)
 
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""

@@ -84,9 +84,16 @@ class Stages:
     parameters that every stage holds.
     """
 
-    def __init__(self, pipeline: Pipeline, bounds: Sequence[range], carries: Carries, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        bounds: Sequence[range],
+        carries: Carries,
+        group: dist.ProcessGroup | None,
+        rank: int | None = None,
+    ) -> None:
         self.pipeline, self.bounds, self.carries, self.group = pipeline, tuple(bounds), carries, group
-        self.own = tuple(pipeline.own(dist.get_rank(group)))
+        self.own = tuple(pipeline.own(dist.get_rank(group) if rank is None else rank))
         self.everywhere: tuple[str, ...] = ()
         self.splits_in_blocks = False  # the plan splits tokens where a block gets them
         self.passing: Passing | None = None
@@ -289,8 +296,12 @@ def stages_of(model: nn.Module) -> Stages | None:
     return vars(model).get("_stages")
 
 
-def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeline) -> Stages:
+def cut_into_stages(
+    model: nn.Module, group: dist.ProcessGroup | None, pipeline: Pipeline, rank: int | None = None
+) -> Stages:
     """Leave a process the blocks of its stages, in place; before anything else is done to the model.
+
+    rank: the place in `pipeline` of a process that is not there, whose memory is estimated; None: this one's in `group`.
 
     Raises UserError for a model without a plan that says what travels, and for more stages than blocks.
     """
@@ -303,7 +314,7 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeli
     check_stages(len(units), pipeline)
     parts = stage_bounds(len(units), pipeline.stages)
     bounds = [range(units[part.start].start, units[part.stop - 1].stop) for part in parts]
-    stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group)
+    stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group, rank)
     of_blocks = [entry for block in plan.blocks for entry in plan.inputs.get(block.name, {}).items()]
     stages.splits_in_blocks = any(name in plan.carried and isinstance(each, Split) for name, each in of_blocks)
     held = {place for stage in stages.own for place in bounds[stage]}

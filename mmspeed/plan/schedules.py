@@ -85,6 +85,11 @@ class Pipeline:
         """True where stages go to the last rank and come back (V), so that the first rank also holds the last stage."""
         return self.schedule in ("zbv", "dualpipe_v")
 
+    @property
+    def splits(self) -> bool:
+        """True where the gradients of weights have passes of their own."""
+        return self.schedule in SPLIT
+
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
         return 2 * self.ranks - 1 - stage if self.folded and stage >= self.ranks else stage % self.ranks
