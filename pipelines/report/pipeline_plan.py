@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import get_args
 
 from pydantic import ValidationError
@@ -17,13 +18,15 @@ from mmspeed.axes import AxisName, mesh_table
 from mmspeed.config import RunConfig
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
-from mmspeed.errors import UserError, divisors
-from mmspeed.log import format_bytes, progress
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, format_bytes, progress
+from mmspeed.memory.planning.options import StepFigures
 from mmspeed.pipelines.report.run_forecast import rates
+from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tasks import make_task
-from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, shape_figures, spread
+from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, figures_of_ranks, shape_figures
 from mmspeed.pipelines.tuning.stage_work import MicroBatchWork, Sent, micro_batch_work
-from mmspeed.plan.pipeline_picture import seconds_shown
+from mmspeed.plan.pipeline_picture import pipeline_svg, seconds_shown
 from mmspeed.plan.schedules import Action, Pipeline, check_stages, stage_bounds
 from mmspeed.plan.simulate import Exchange, Simulated, exposed, picture, simulate
 from mmspeed.plan.traffic import NODE
@@ -31,6 +34,8 @@ from mmspeed.protocols import MicroBatchSize, RunPlace, shape_words
 
 INNER = 200.0  # GB/s of a device to others of its node, where nothing else is said
 SHOWN, CELLS = 8, 120  # candidates in a table; columns of a picture
+_NOT_COUNTED = "gathers and sums over shards, and exchanges of tp and of split tokens, are not counted"
+_LESS = "set memory.activation_policy: {block: recompute}, shard over more devices, or make micro-batches smaller"
 KEYS = ("pp", "virtual", "schedule", "extra_warmup")
 
 
@@ -64,13 +69,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of a layout. memory: bytes of each rank at its peak. shares: of the work of all ranks. exposed: seconds by kind; None: not asked."""
+    """A step of a layout. shares: of each rank in the work of all. exposed: seconds by kind of exchange; None: not asked."""
 
     parallel: ParallelConfig
     size: MicroBatchSize
     bounds: Sequence[range]
     simulated: Simulated
-    memory: tuple[int, ...]
     shares: tuple[float, ...]
     exposed: dict[str, float] | None = None
 
@@ -85,24 +89,30 @@ class PlannedStep:
         values = self.parallel.model_dump(mode="json", include=set(KEYS))
         return " ".join(f"parallel.{key}={str(values[key]).lower()}" for key in KEYS)
 
-    def lines(self) -> list[str]:
-        """The step in lines, and its picture."""
+    def lines(self, memory: Sequence[int]) -> list[str]:
+        """The step in lines, and its picture. memory: bytes of each rank."""
         step, pipeline = self.simulated, self.pipeline
         lines = [
             f"a step of {self.size.batches} micro-batches of {shape_words(self.size.shape)} x {self.size.items}: "
             f"{seconds_shown(step.step)}, of which the busiest rank stands still for {step.idle:.1%}"
         ]
         if self.exposed is not None:
-            each = (f"{kind} {seconds_shown(seconds)} ({seconds / step.step:.1%})" for kind, seconds in self.exposed.items())
+            each = (
+                f"{kind} {seconds_shown(seconds)} ({seconds / step.step:.1%})" for kind, seconds in self.exposed.items()
+            )
             lines.append(f"exposed exchanges: {', '.join(each)}")
         lines.append(f"{'rank':>4}  {'work':>6} {'waits':>6} {'in flight':>9} {'memory':>9}  blocks of its stages")
         for rank, (share, wait, flying, nbytes) in enumerate(
-            zip(self.shares, step.waits, step.in_flight, self.memory, strict=True)
+            zip(self.shares, step.waits, step.in_flight, memory, strict=True)
         ):
             held = ", ".join(_words(self.bounds[stage]) for stage in pipeline.own(rank))
-            lines.append(f"{rank:>4}  {share:>6.1%} {wait / step.step:>6.1%} {flying:>9} {format_bytes(nbytes):>9}  {held}")
+            lines.append(
+                f"{rank:>4}  {share:>6.1%} {wait / step.step:>6.1%} {flying:>9} {format_bytes(nbytes):>9}  {held}"
+            )
         unit = max(step.step / CELLS, min(end - begin for row in step.spans for _, begin, end in row))
-        lines.append(f"each sign is {seconds_shown(unit)}: digits forward, letters backward, capitals gradients of weights, dots waiting")
+        lines.append(
+            f"each sign is {seconds_shown(unit)}: digits forward, letters backward, capitals gradients of weights, dots waiting"
+        )
         return lines + picture(step, unit)
 
 
@@ -123,6 +133,7 @@ class PipelinePlanner:
         self.task = make_task(config)
         self.task.domain.open_without_data()
         self._works: dict[tuple[object, int], MicroBatchWork] = {}
+        self._figures: dict[tuple[object, int], StepFigures] = {}
 
     def size(self, parallel: ParallelConfig) -> MicroBatchSize:
         """The largest micro-batch of a layout, and their number in a step."""
@@ -164,14 +175,20 @@ class PipelinePlanner:
 
         link = self.rates.outer if self.devices > NODE else self.rates.inner  # stages lie farthest apart
         message, table = work.travels / parallel.group / link, pipeline.table(size.batches)
-        kept, memory = self._memory(parallel, size, bounds)
-        simulated = simulate(
-            table, pipeline, seconds, message, exchanges=exchanges, kept=lambda action: kept[action.stage]
-        )
+        simulated = simulate(table, pipeline, seconds, message, exchanges=exchanges)
         shown = exposed(table, pipeline, seconds, message, exchanges=exchanges) if explain else None
         each = [sum(stages[stage].operations for stage in pipeline.own(rank)) for rank in range(pipeline.ranks)]
-        peaks = tuple(peak(most) for peak, most in zip(memory, simulated.kept, strict=True))
-        return PlannedStep(parallel, size, bounds, simulated, peaks, tuple(one / sum(each) for one in each), shown)
+        return PlannedStep(parallel, size, bounds, simulated, tuple(one / sum(each) for one in each), shown)
+
+    def memory(self, step: PlannedStep) -> list[int]:
+        """Bytes of each rank at its peak, estimated from shapes."""
+        config, size = self.config.model_copy(update={"parallel": step.parallel}), step.size
+        if (size.shape, size.items) not in self._figures:
+            self._figures[size.shape, size.items] = shape_figures(
+                config, self.task, size, DeviceSpeeds(), with_swap=False, options=False
+            )
+        alone = self._figures[size.shape, size.items]
+        return [each.plain_peak() for each in figures_of_ranks(alone, config, self.task, size, self.devices)]
 
     def candidates(self) -> list[ParallelConfig]:
         """The layouts of these devices that differ in stages and schedule alone."""
@@ -194,8 +211,62 @@ class PipelinePlanner:
                 found.append(parallel)
         return found
 
-    def search(self, limit: int) -> list[PlannedStep]:
-        """The steps of all candidates that take no more memory than the limit on any rank, fastest first."""
+    def search(self, limit: int) -> list[tuple[PlannedStep, int]]:
+        """The fastest steps of all candidates that fit, with the bytes of their fullest ranks; fastest first."""
         steps = [self.step(each) for each in progress(self.candidates(), "simulate", unit="layout")]
-        fits = [step for step in steps if max(step.memory) <= limit]
-        return sorted(fits, key=lambda step: (step.simulated.step, max(step.memory)))
+        found: list[tuple[PlannedStep, int]] = []
+        with ProgressLine("estimate memory", len(steps), "layout") as line:
+            for step in sorted(steps, key=lambda step: step.simulated.step):
+                if len(found) < SHOWN and (most := max(self.memory(step))) <= limit:
+                    found.append((step, most))
+                line.advance()
+        return found
+
+
+def _least(parallel: ParallelConfig) -> int:
+    """The fewest devices of a layout."""
+    named = [AxisName.DP_SHARD.value] if parallel.dp_shard != -1 else []
+    return math.prod(max(1, size) for size in parallel.with_experts(named).sizes().values())
+
+
+def plan_lines(
+    config: RunConfig,
+    given: Rates,
+    devices: int | None = None,
+    batches: int | None = None,
+    limit: int | None = None,
+    drawing: Path | None = None,
+) -> list[str]:
+    """The lines of `mmspeed plan --pipeline`. limit: bytes of a device for a search of stages and schedules; None: none. drawing: the SVG file to write.
+
+    Raises UserError where the layout does not fit devices or blocks, or no candidate fits the limit.
+    """
+    planner = PipelinePlanner(config, given, devices, batches)
+    parallel = config.parallel
+    lines, step = [f"counted at {given.words}; {_NOT_COUNTED}"], None
+    if parallel.pp > 1:
+        step = planner.step(parallel, explain=True)
+        each = planner.devices // parallel.pp
+        lines += [
+            f"{planner.devices:,} devices, {parallel.pp} ranks of {each:,}: {step.keys}",
+            *step.lines(planner.memory(step)),
+        ]
+    elif limit is None:
+        raise UserError(
+            "parallel.pp is 1, which makes no pipeline: add parallel.pp=2, or --memory SIZE to search for one"
+        )
+    if limit is not None:
+        found = planner.search(limit)
+        if not found:
+            raise UserError(f"no pipeline of {planner.devices:,} devices fits {format_bytes(limit)} a device: {_LESS}")
+        step = step or found[0][0]
+        lines.append(f"the fastest steps within {format_bytes(limit)} a device:")
+        lines.append(f"  {'step':>8} {'waits':>6} {'memory':>9}  keys")
+        lines += [
+            f"  {seconds_shown(one.simulated.step):>8} {one.simulated.idle:>6.1%} {format_bytes(most):>9}  {one.keys}"
+            for one, most in found
+        ]
+    if drawing is not None and step is not None:
+        write_text(drawing, pipeline_svg(step.simulated.spans))
+        lines.append(f"drawing: {drawing}")
+    return lines
