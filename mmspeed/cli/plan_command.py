@@ -74,4 +74,4 @@ def plan(
     with log.Working("planning", tell=False):
         lines = plan_lines(run_config, Rates.of(run_config, tflops, inner, outer), devices, batches, limit, svg)
     print("\n".join(lines))
-    spoken.then(f"check {config} --parallel pp=2")
+    spoken.then(f"check {config} --parallel pp=2,virtual={run_config.parallel.virtual}")

@@ -26,7 +26,7 @@ from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, figures_of_ranks, shape_figures
 from mmspeed.pipelines.tuning.stage_work import MicroBatchWork, Sent, micro_batch_work
-from mmspeed.plan.pipeline_picture import pipeline_svg, seconds_shown
+from mmspeed.plan.pipeline_picture import WIDTH, pipeline_svg, seconds_shown
 from mmspeed.plan.schedules import Action, Pipeline, check_stages, stage_bounds
 from mmspeed.plan.simulate import Exchange, Simulated, exposed, picture, simulate
 from mmspeed.plan.traffic import NODE
@@ -34,6 +34,7 @@ from mmspeed.protocols import MicroBatchSize, RunPlace, shape_words
 
 INNER = 200.0  # GB/s of a device to others of its node, where nothing else is said
 SHOWN, CELLS = 8, 120  # candidates in a table; columns of a picture
+BAR = 14.0  # width that a pass has in a drawing, in the mean
 _NOT_COUNTED = "gathers and sums over shards, and exchanges of tp and of split tokens, are not counted"
 _LESS = "set memory.activation_policy: {block: recompute}, shard over more devices, or make micro-batches smaller"
 KEYS = ("pp", "virtual", "schedule", "extra_warmup")
@@ -85,9 +86,9 @@ class PlannedStep:
 
     @property
     def keys(self) -> str:
-        """The keys to set."""
-        values = self.parallel.model_dump(mode="json", include=set(KEYS))
-        return " ".join(f"parallel.{key}={str(values[key]).lower()}" for key in KEYS)
+        """Its keys."""
+        keys = self.parallel.model_dump(mode="json", include=set(KEYS), exclude_defaults=True)
+        return " ".join(f"parallel.{key}={str(keys[key]).lower()}" for key in KEYS if key in keys)
 
     def lines(self, memory: Sequence[int]) -> list[str]:
         """The step in lines, and its picture. memory: bytes of each rank."""
@@ -129,7 +130,13 @@ class PipelinePlanner:
 
     def __init__(self, config: RunConfig, given: Rates, devices: int | None = None, batches: int | None = None) -> None:
         self.config, self.rates, self.batches = config, given, batches
-        self.devices = devices or _least(config.parallel)
+        least = _least(config.parallel)
+        self.devices = devices or least
+        if self.devices % least:
+            near = least * max(1, round(self.devices / least))
+            raise UserError(
+                f"--devices {devices}: this layout takes {least} devices or a multiple of them, such as {near}"
+            )
         self.task = make_task(config)
         self.task.domain.open_without_data()
         self._works: dict[tuple[object, int], MicroBatchWork] = {}
@@ -267,6 +274,7 @@ def plan_lines(
             for one, most in found
         ]
     if drawing is not None and step is not None:
-        write_text(drawing, pipeline_svg(step.simulated.spans))
+        spans = step.simulated.spans
+        write_text(drawing, pipeline_svg(spans, width=max(WIDTH, BAR * max(map(len, spans)))))
         lines.append(f"drawing: {drawing}")
     return lines
