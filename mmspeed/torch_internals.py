@@ -338,7 +338,7 @@ class PipelineActions:
     """A table of a pipeline in torch's runtime, whose stages get receive buffers of each micro-batch's own shapes.
 
     torch's stages take the shapes of their first step, and abort at others. `forward(stage, micro-batch, tensors that came)` returns what
-    goes on, or the loss; `like(micro-batch)` tensors as those that travel; `before_last(stage)` is called before
+    goes on, or the loss; `like(stage, micro-batch)` tensors as those that come to a stage; `before_last(stage)` is called before
     a stage's last backward pass in one, `after_weights(stage, whether it was the last)` after gradients of weights that were left.
     torch would also keep all that a step sends until its end; here outputs go with their backward, and a gradient with the next one.
     """
@@ -363,8 +363,9 @@ class PipelineActions:
         stage_class = pipeline_stage()
         self._stages = [stage_class(number, stages, micro_batches, travels, device, group, take) for number in own]
         self._schedule = torch_schedules._PipelineScheduleRuntime(
-            self._stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
+            self._stages, micro_batches, loss_fn=None, scale_grads=False
         )
+        self._schedule.register_custom_function(torch_schedules.OVERLAP_F_B, self._pair)
         order = _torch_table(table)
         self._schedule.pipeline_order = order
         self._schedule._prepare_schedule_with_comms(order)
@@ -381,11 +382,13 @@ class PipelineActions:
     def run(
         self,
         forward: Callable[[int, int, tuple[Tensor, ...]], Any],
-        like: Callable[[int], Sequence[Tensor]],
+        like: Callable[[int, int], Sequence[Tensor]],
         before_last: Callable[[int], None],
         after_weights: Callable[[int, bool], None] = lambda stage, last: None,
+        together: Callable[[Callable[[], None], Callable[[], None]], None] | None = None,
     ) -> None:
-        """Run a step."""
+        """Run a step. together: runs the forward and the backward pass of a pair; None: one after the other."""
+        self._together = together
         self._schedule._has_backward = True
         for stage in self._stages:
             stage.begin(forward, like, before_last, after_weights)
@@ -400,6 +403,38 @@ class PipelineActions:
                 stage.wait_for(*stage.sent)
         finally:
             logger.disabled = before
+
+    def _pair(self, action: Any, ctx: Any) -> None:
+        """Run a pair, whose messages were asked for by actions before it."""
+        from torch.distributed.pipelining.schedules import _wait_batch_p2p
+
+        ahead, back = action.sub_actions
+        stages = {stage.stage_index: stage for stage in self._stages}
+        at, behind = ((each.stage_index, each.microbatch_index) for each in (ahead, back))
+        for received, key in ((self._schedule.fwd_recv_ops, at), (self._schedule.bwd_recv_ops, behind)):
+            _wait_batch_p2p(received.pop(key, []))
+
+        def forward() -> None:
+            number, micro_batch = at
+            output = stages[number].forward_one_chunk(micro_batch, (), ctx.kwarg_mbs[micro_batch], False)
+            if number + 1 in stages:
+                stages[number + 1].set_local_fwd_input(output, micro_batch)
+
+        def backward() -> None:
+            number, micro_batch = behind
+            full = back.computation_type == type(back.computation_type).FULL_BACKWARD
+            counter = self._schedule.backward_counter
+            counter[number] += full
+            last = full and counter[number] == self._count
+            stages[number].backward_one_chunk(micro_batch, full_backward=full, last_backward=last)
+            if number - 1 in stages:
+                stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
+
+        if self._together is None:
+            forward()
+            backward()
+        else:
+            self._together(forward, backward)
 
 
 def _torch_table(table: Sequence[Sequence[Any]]) -> dict[int, list[Any]]:
@@ -482,6 +517,7 @@ def pipeline_stage() -> Any:
             self.forward_of, self.like = forward, like
             self.before_last, self.after_weights = before_last, after_weights
             self.dw_runner.clear()
+            self.losses: dict[int, Tensor] = {}
             self.has_backward, self.chunks = True, self.count
             self.args_recv_info, self.grad_recv_info = {}, {}
             self.sent: dict[int | str, list[Any]] = {}  # by micro-batch, and that of the last gradient
@@ -503,7 +539,9 @@ def pipeline_stage() -> Any:
         def get_fwd_recv_ops(self, micro_batch: int) -> Any:
             if self.is_first:
                 return []
-            self.args_recv_info[micro_batch] = self._room(self.like(micro_batch), self.stage_index - 1, False)
+            self.args_recv_info[micro_batch] = self._room(
+                self.like(self.stage_index, micro_batch), self.stage_index - 1, False
+            )
             return super().get_fwd_recv_ops(micro_batch)
 
         def get_bwd_recv_ops(self, micro_batch: int) -> Any:
@@ -532,7 +570,10 @@ def pipeline_stage() -> Any:
                 _wait_batch_p2p(self.sent.pop(each, []))
 
         def forward_maybe_with_nosync(self, *came: Tensor, micro_batch: int) -> Any:
-            return self.forward_of(self.stage_index, micro_batch, came)
+            output = self.forward_of(self.stage_index, micro_batch, came)
+            if self.is_last:
+                self.losses[micro_batch] = output
+            return output
 
         def backward_one_chunk(
             self, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -540,7 +581,7 @@ def pipeline_stage() -> Any:
             if last_backward:
                 self.before_last(self.stage_index)
             self.wait_for(number)
-            super().backward_one_chunk(number, loss, full_backward, last_backward)
+            super().backward_one_chunk(number, self.losses.pop(number, None), full_backward, last_backward)
             self.args_recv_info.pop(number, None)
             self.grad_recv_info.pop(number, None)
             if full_backward and self.dw_builder is not None:
@@ -565,8 +606,21 @@ def keep_sums(module: Any) -> None:
                 each.to_accumulated_grad_if_needed()
 
 
+def hold_whole(model: Any) -> None:
+    """Gather all weights of a `fully_shard` model: they stay whole, and its hooks do nothing, until `sum_over_shards` of each module."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    fsdp_state(model)._lazy_init()
+    for module in filter(is_fully_sharded, model.modules()):
+        module.unshard()
+        fsdp_state(module)._training_state = TrainingState.PRE_BACKWARD
+
+
 def sum_over_shards(module: Any, root: bool = False) -> None:
-    """Sum the gradients that a `fully_shard` module keeps over its shards, outside of a backward pass; that of the root comes last."""
+    """Sum the gradients that a `fully_shard` module keeps over its shards, outside of a backward pass; that of the root comes last.
+
+    Its weights are sharded again.
+    """
     module.set_requires_gradient_sync(True, recurse=False)
     module.unshard()
     for group in _parameter_groups(fsdp_state(module)):

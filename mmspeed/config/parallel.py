@@ -39,6 +39,16 @@ class BalanceConfig(Section):
         return self.migrate_every + self.copies > 0
 
 
+_STAGES: dict[str, tuple[int, int | None]] = {  # of a device, at least and at most, by schedule
+    "1f1b": (1, 1),
+    "zb_h1": (1, 1),
+    "zbv": (2, 2),
+    "dualpipe_v": (2, 2),
+    "interleaved": (2, None),
+    "overlap": (2, None),
+}
+
+
 class ParallelConfig(Section):
     """Distribution of the model and its items over devices."""
 
@@ -56,7 +66,7 @@ class ParallelConfig(Section):
         ge=1,
         description="Stages of a device of `pp`, every `pp`-th of the model: the pipeline stands still for as many times less (interleaved 1F1B).",
     )
-    schedule: Literal["auto", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = Field(
+    schedule: Literal["auto", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "overlap"] = Field(
         "auto",
         description="Order in which the stages compute; `auto`: `interleaved` with `virtual` above 1, else `1f1b`. The others compute the gradients of inputs and of weights apart: `zb_h1` (one stage a device), `zbv` and `dualpipe_v` (two, the last one on the first device).",
     )
@@ -146,11 +156,11 @@ class ParallelConfig(Section):
             keys = {f"virtual {self.virtual}": self.virtual > 1, "extra_warmup": self.extra_warmup}
             key = next((key for key, given in keys.items() if given), f"schedule {self.schedule}")
             raise ValueError(f"{key} is for the stages of pp devices: set pp, or leave it out")
-        wanted = {"1f1b": "1", "zb_h1": "1", "zbv": "2", "dualpipe_v": "2", "interleaved": "2 or more"}.get(
-            self.schedule
-        )
-        if wanted not in (None, str(self.virtual)) and (self.schedule != "interleaved" or self.virtual == 1):
-            raise ValueError(f"schedule {self.schedule} is for virtual {wanted}, not {self.virtual}")
+        least, most = _STAGES.get(self.schedule, (1, self.virtual))
+        if not least <= self.virtual <= (most or self.virtual):
+            raise ValueError(
+                f"schedule {self.schedule} is for virtual {least}{'' if most else ' or more'}, not {self.virtual}"
+            )
         if self.extra_warmup and self.schedule not in ("auto", "1f1b", "interleaved"):
             raise ValueError(f"extra_warmup is for the schedules 1f1b and interleaved, not for {self.schedule}")
         if self.pp > 1 and self.strategy in ("ddp", "none"):

@@ -1,6 +1,9 @@
-"""Let the gradients of a model's weights wait, and sum them over shards once they are there."""
+"""Let the gradients of a model's weights wait, and sum gradients over shards once they are there."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -10,6 +13,9 @@ from mmspeed.mixin import mix_in
 from mmspeed.protocols import blocks_of
 from mmspeed.protocols.plan import PreparesInput
 from mmspeed.torch_internals import is_fully_sharded, keep_sums, sum_over_shards
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def let_weights_wait(model: nn.Module) -> WeightGradients:
@@ -28,13 +34,16 @@ def let_weights_wait(model: nn.Module) -> WeightGradients:
 
 def keep_gradients(stage: list[nn.Module]) -> None:
     """Let the blocks of a stage keep the gradients that were computed outside of a backward pass, until they are summed over shards."""
-    for module in (part for block in stage for part in block.modules()):
-        if is_fully_sharded(module):
-            keep_sums(module)
+    for module in _sharded(*stage):
+        keep_sums(module)
 
 
 def sum_gradients(stage: list[nn.Module]) -> None:
     """Sum the gradients of a stage's blocks over shards."""
-    for module in (part for block in reversed(stage) for part in block.modules()):
-        if is_fully_sharded(module):
-            sum_over_shards(module)
+    for module in _sharded(*reversed(stage)):
+        sum_over_shards(module)
+
+
+def _sharded(*parts: nn.Module) -> Iterator[FSDPModule]:
+    for part in parts:
+        yield from filter(is_fully_sharded, part.modules())

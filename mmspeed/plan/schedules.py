@@ -2,6 +2,8 @@
 
 - `1f1b` (PipeDream-Flush) has one stage a rank; `interleaved` (Narayanan et al. 2021) `virtual`, every P-th of them. Micro-batches come in groups
   as even as they can be, larger first: so any number of them keeps the bubble (P - 1) x (F + B) / virtual.
+- `overlap` is `interleaved` with one more warm-up, without which a pair would wait for itself, whose forward and backward passes are pairs;
+  the first rank, which has fewest, waits as long.
 - `zb_h1` (Qi et al. 2024) is 1F1B whose passes for weights fill gaps: bubble (P - 1) x (F + I - W), P micro-batches in flight on each rank.
 - `zbv` (Qi et al. 2024) has two stages a rank, which go to the last rank and come back: bubble (P - 1) x max(I, 2 I - 2 W) where I >= F;
   2 P of a rank's passes are in flight, as much as P of `zb_h1`.
@@ -24,7 +26,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 
 Kind = Literal["forward", "backward", "input", "weight"]
-ScheduleName = Literal["1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"]
+ScheduleName = Literal["1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "overlap"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class Pipeline:
         return self.ranks * self.virtual
 
     @property
+    def overlaps(self) -> bool:
+        """True where the table has pairs."""
+        return self.schedule in ("dualpipe_v", "overlap")
+
+    @property
     def folded(self) -> bool:
         """True where stages go to the last rank and come back (V), so that the first rank also holds the last stage."""
         return self.schedule in ("zbv", "dualpipe_v")
@@ -106,17 +113,19 @@ class Pipeline:
     def table(self, batches: int) -> list[list[Action | Pair]]:
         """The actions of each rank, in order, for a step of that many micro-batches."""
         if self.schedule not in SPLIT:
-            return interleaved(self.ranks, self.virtual, batches, self.more)
+            return interleaved(self.ranks, self.virtual, batches, max(self.more, self.overlaps), pairs=self.overlaps)
         words, whole = SPLIT[self.schedule], max(batches, self.least)
         if batches < whole and self.schedule == "dualpipe_v":  # on the same stages, shorter, with no more in flight
             words, whole = SPLIT["zbv"], 2 * self.ranks - 1
         return [_spelled(words(self.ranks, rank, whole), self.own(rank), batches) for rank in range(self.ranks)]
 
 
-def interleaved(ranks: int, virtual: int, batches: int, more: int = 0) -> list[list[Action | Pair]]:
+def interleaved(
+    ranks: int, virtual: int, batches: int, more: int = 0, pairs: bool = False
+) -> list[list[Action | Pair]]:
     """The table of interleaved 1F1B, with `more` forward passes before the first backward than it needs.
 
-    One more lets each forward overlap with a backward of another micro-batch, as in DualPipe, with half its weights.
+    One more lets each forward overlap with a backward of another micro-batch, as in DualPipe, with half its weights: with `pairs` they are.
     """
     count = max(1, batches // ranks)
     sizes = [batches // count + (group < batches % count) for group in range(count)]
@@ -130,7 +139,8 @@ def interleaved(ranks: int, virtual: int, batches: int, more: int = 0) -> list[l
         warm = min(len(forward), (2 * ahead + (virtual - 1) * sizes[0] if virtual > 1 else ahead) + more)
         forwards = [Action("forward", chunk * ranks + rank, batch) for chunk, batch in forward]
         backwards = [Action("backward", chunk * ranks + rank, batch) for chunk, batch in backward]
-        steady = itertools.chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
+        both = list(zip(forwards[warm:], backwards, strict=False))
+        steady = [Pair(*each) for each in both] if pairs else itertools.chain.from_iterable(both)
         table.append([*forwards[:warm], *steady, *backwards[len(forward) - warm :]])
     return table
 
@@ -178,7 +188,7 @@ SPLIT = {
     "zb_h1": _zb_h1,
     "zbv": _zbv,
     "dualpipe_v": _dualpipe_v,
-}  # schedules with passes for the gradients of weights alone
+}  # those with passes for the gradients of weights alone
 
 
 def _spelled(words: str, own: Sequence[int], batches: int) -> list[Action | Pair]:

@@ -111,6 +111,8 @@ class MemoryPlan:
             f"  budget {format_bytes(self.budget)}: {'; '.join(f'{n} x {words}' for words, n in runs_of(ways))}; expected "
             f"{format_bytes(figures.peak(self.chosen))}, {figures.added_share(self.chosen):+.1%} time of the blocks"
         )
+        if self.ranks:  # each has blocks of its own
+            return lines
         lines.append(f"  {'options of a block':<74} {'keeps':>9} {'peak':>9} {'host':>9} {'time':>7}  blocks")
         chosen_words = [words_of(each) for each in ways]
         for kind, options in enumerate(figures.options):
@@ -257,6 +259,7 @@ def _ends_of(
 ) -> tuple[RankEnds, Sequence[range]]:
     """What a rank holds beside its blocks, from shapes; and the blocks of all stages."""
     bare = task.build()[task.updates()[0].role]
+    trained = [[p.numel() for p in block.parameters() if p.requires_grad] for _, block in blocks_of(bare)]
     stages = cut_into_stages(bare, None, pipeline, rank)
     task.domain.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)
@@ -267,7 +270,8 @@ def _ends_of(
         dtype = parse_dtype(config.device.dtype)
         if dtype != torch.float32:
             autocast(bare, dtype)
-        return rank_ends(bare, stages, batch, loss, FakeTensorProfiler(1.0, 1.0)), stages.bounds
+        ends = rank_ends(bare, stages, batch, loss, FakeTensorProfiler(1.0, 1.0))
+    return replace(ends, fresh=tuple(4 * max(numbers, default=0) for numbers in trained)), stages.bounds
 
 
 def shape_figures(
@@ -429,15 +433,25 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         gathered = 2 * max(own // 4 - trained for own, _, (trained, _) in blocks) * width // parallel.together(False)
         gathered += 2 * max(trained for trained, _ in experts) * width
         gathered += 2 * max(figures.frozen)  # never more bytes than they are kept in
-    if (
-        figures.flights
-    ):  # of a pipeline's rank: what is outside of blocks is gathered for each call, and sums of gradients are whole
+    gradients = [held(own, 4 * trained) for own, _, (trained, _) in blocks]
+    sums: list[int] = []
+    if figures.flights:  # of a pipeline's rank: what is outside of blocks is gathered for each call, and gradients are whole until the last one
         if shards == 1:
-            gathered //= 2  # the next one is not fetched before
+            gathered //= 2  # the next block is not fetched before
+        of_block = gathered
+        if Pipeline.of(parallel).overlaps:  # neither pass frees the weights that the other one uses
+            gathered, of_block = (
+                sum(own // 4 for own in figures.gradients) * parse_dtype(config.device.dtype).itemsize,
+                0,
+            )
         gathered += (numbers - sum(own // 4 for own in figures.gradients)) * parse_dtype(config.device.dtype).itemsize
-        static = replace(
-            static, gradients=4 * (part(numbers - of_experts, parallel.tp) + part(of_experts, parallel.expert_devices))
-        )
+
+        def whole(count: int, of_experts: int) -> int:
+            return part(count - of_experts, parallel.tp) + part(of_experts, parallel.expert_devices)
+
+        parts, gradients = gradients, [whole(own, 4 * trained) for own, _, (trained, _) in blocks]
+        sums = [own + shard - of_block for own, shard in zip(gradients, parts, strict=True)]
+        static = replace(static, gradients=4 * whole(numbers, of_experts))
     spread_ = replace(
         figures,
         static=static,
@@ -445,7 +459,9 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         tail=part(figures.tail, group),
         carried=part(figures.carried, group),
         options=tuple(tuple(map(option, options)) for options in figures.options),
-        gradients=tuple(held(own, 4 * trained) for own, _, (trained, _) in blocks),
+        gradients=tuple(gradients),
+        sums=tuple(sums),
+        fresh=tuple(map(min, figures.fresh, gradients)),
         frozen=tuple(held(own, frozen) for _, own, (_, frozen) in blocks),
         plain_seconds=tuple(seconds / group for seconds in figures.plain_seconds),
         flights=tuple(replace(flight, beside=part(flight.beside, group)) for flight in figures.flights),

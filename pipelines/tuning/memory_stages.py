@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmspeed.config import RunConfig
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import Profiler
 from mmspeed.memory.planning.options import Flight, StepFigures, static_bytes
-from mmspeed.parallel.stages import HandedOver, Passing, StageBlock, Stages, StandIn
+from mmspeed.parallel.stages import HandedOver, Passing, StageBlock, Stages, StandIn, cut_into_stages
+from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.blocks import other_blocks
 from mmspeed.pipelines.tuning.memory_measure import NextLayer, emptied, weights_of
 from mmspeed.plan.schedules import Pipeline
@@ -34,7 +36,8 @@ class StageEnds:
 class RankEnds:
     """A rank's stages beside their blocks: what they hold, and the bytes of a micro-batch and of a message between stages.
 
-    stages: by the numbers of the rank's stages. numbers, frozen: of weights outside of blocks, as `weights_of`.
+    stages: by the numbers of the rank's stages. numbers, frozen: of weights outside of blocks, as `weights_of`. fresh: bytes of the largest
+    gradient of every block of the model.
     """
 
     stages: dict[int, StageEnds]
@@ -42,6 +45,7 @@ class RankEnds:
     frozen: int
     batch: int
     message: int
+    fresh: tuple[int, ...] = ()
 
 
 def rank_ends(
@@ -50,7 +54,7 @@ def rank_ends(
     """The ends of a rank's stages; `model` is cut into them. Blocks do not run here."""
     made: list[Any] = []
     of_batch, _ = gauge.section(lambda: made.append(batch()))
-    like = stages.shapes(lambda: loss(made[0]))
+    like = stages.shapes(1, lambda: loss(made[0]))
     message = sum(tensor.nbytes for tensor in like)
     numbers, frozen = weights_of(model)
     for _, block in blocks_of(model):
@@ -124,6 +128,7 @@ def flights(
     """The times of a rank's step at which its memory may be at its peak. blocks: the places of each stage's blocks among the rank's."""
     flying, waiting, held, read = dict.fromkeys(blocks, 0), set[tuple[str, int, int]](), dict[int, int](), 0
     sent: set[int] = set()  # stages whose last gradient is kept until the next one goes
+    behind = dict.fromkeys(blocks, 0)  # backward passes of each stage
     found: dict[Flight, None] = {}
 
     def look(number: int) -> None:
@@ -134,9 +139,9 @@ def flights(
     def note(stage: int, taken: int = 0) -> None:
         beside = (len(held) - taken) * ends.batch + (len(waiting) + len(sent)) * ends.message
         each = tuple(flying[of] for of, places in blocks.items() for _ in places)
-        found[Flight(each, blocks[stage], beside)] = None
+        found[Flight(each, blocks[stage], beside, behind[stage] == batches)] = None
 
-    for kind, stage, batch in with_receipts(pipeline.table(batches), pipeline.rank_of, pipeline.stages)[rank]:
+    for kind, stage, batch in _rows(pipeline, batches)[rank]:
         if kind.startswith("receive"):
             look(batch)
             waiting.add((kind, stage, batch))
@@ -149,11 +154,17 @@ def flights(
             if not held[batch]:
                 del held[batch]
         else:
+            behind[stage] += kind != "input"
             note(stage)
             waiting.discard(("receive_gradient", stage, batch))
             sent |= {stage} if stage else set()
             flying[stage] -= kind != "input"
     return tuple(found)
+
+
+@cache
+def _rows(pipeline: Pipeline, batches: int) -> list[list[tuple[str, int, int]]]:
+    return with_receipts(pipeline.table(batches), pipeline.rank_of, pipeline.stages)
 
 
 def rank_figures(
@@ -198,9 +209,22 @@ def rank_figures(
         experts=pick(figures.experts),
         plain_seconds=tuple(figures.plain_seconds[figures.kinds[place]] for place in numbered),
         gradients_stay=batches > 1,
+        fresh=pick(ends.fresh),
         flights=flights(pipeline, batches, rank, places, ends),
     )
 
 
 def _picked(places: list[int], values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(values[place] for place in places) if values else ()
+
+
+def stage_of(config: RunConfig) -> int:
+    """The place of this process in its pipeline: processes with the same stages have consecutive numbers."""
+    return dist.get_rank() * config.parallel.pp // dist.get_world_size()
+
+
+def own_blocks(config: RunConfig, task: Task) -> list[int]:
+    """The numbers of the blocks that this process has, among all of the model."""
+    model = task.build()[task.updates()[0].role]
+    stages = cut_into_stages(model, None, Pipeline.of(config.parallel), stage_of(config))
+    return [place for stage in stages.own for place in stages.bounds[stage]]

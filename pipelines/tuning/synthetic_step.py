@@ -139,9 +139,9 @@ class SyntheticStep:
         return comm.all_reduce_max([time.perf_counter() - start])[0]
 
     def peak(self, shape: ShapeClass, batch: int, micro_batches: int = 1) -> int:
-        """Bytes in use at the peak of one step, on the device that has most."""
+        """Bytes in use at the peak of one step, on the device that has most of those with this one's stages."""
         peak = peak_bytes(self.device, self.state_bytes, lambda: self.run(shape, batch, micro_batches))
-        return int(comm.all_reduce_max([float(peak)])[0])
+        return int(comm.all_reduce_max([float(peak)], self.placement.mesh.of_stage)[0])
 
     def probe(self, shape: ShapeClass, batch: int) -> Measurement | None:
         """A first measurement; None when memory ran out."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
-from operator import mul
+from itertools import accumulate, product
+from operator import add, mul
 from typing import cast
 
 from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
@@ -169,12 +169,14 @@ class Flight:
     """What a rank of a pipeline has at one time of a step.
 
     blocks: for each block the micro-batches between its forward and its backward pass, the one that computes among them. at: the places of
-    the blocks that compute. beside: bytes of micro-batches that were read and of messages.
+    the blocks that compute. beside: bytes of micro-batches that were read and of messages. sums: whether it is the last backward pass of
+    these blocks, in which gradients are summed over shards.
     """
 
     blocks: tuple[int, ...]
     at: range
     beside: int
+    sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ class StepFigures:
         gradients_stay: whether all gradients exist from the start: with accumulation, and with replicas.
         keep_last: whether the last block offloads nothing.
         flights: of a rank of a pipeline; none where each micro-batch's backward follows its forward.
+        sums: bytes of each block with which gradients are summed over shards in a flight: as they are sent, and their shard, less its weights.
+        fresh: bytes of the largest gradient of each block, which is added to those of earlier micro-batches in a flight.
     """
 
     static: StaticMemory
@@ -209,6 +213,8 @@ class StepFigures:
     experts: tuple[tuple[int, int], ...] = ()
     plain_seconds: tuple[float, ...] = field(default=())  # of each kind, forward and backward
     flights: tuple[Flight, ...] = ()
+    sums: tuple[int, ...] = ()
+    fresh: tuple[int, ...] = ()
     head_widths: Mapping[int, int] = field(default_factory=dict)  # operations of attention, where shapes tell them
 
     def with_host_base(self) -> StepFigures:
@@ -226,7 +232,8 @@ class StepFigures:
     def resident_gradients(self) -> list[int]:
         """Bytes of gradients that exist in the backward of each block, beside its own."""
         if self.gradients_stay:
-            return [self.static.gradients - own for own in self.gradients]
+            fresh = self.fresh or (0,) * len(self.gradients)
+            return [self.static.gradients - own + new for own, new in zip(self.gradients, fresh, strict=True)]
         after, sizes = 0, []
         for own in reversed(self.gradients):
             sizes.append(after)
@@ -302,7 +309,12 @@ class StepFigures:
         def bytes_at(flight: Flight) -> int:
             at = slice(flight.at.start, flight.at.stop)
             others = sum(map(mul, flight.blocks, kept)) - sum(kept[at])  # beside the micro-batch that computes
-            return flight.beside + others + peak_of(blocks[at], chosen[at], gradients=gradients[at])
+            left, peaks = gradients[at], list[int]()
+            if flight.sums:  # those of the block behind are still being sent
+                left = list(map(add, left, (*self.gradients[at][1:], 0)))
+                before = accumulate(kept[at], initial=0)
+                peaks = [each + own + self.static.gradients for each, own in zip(before, self.sums[at], strict=False)]
+            return flight.beside + others + max(peak_of(blocks[at], chosen[at], gradients=left), *peaks)
 
         return max(self.fixed_peak, self.base + max(map(bytes_at, self.flights or (self.heaviest,))))
 
