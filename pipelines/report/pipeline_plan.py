@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -21,19 +21,21 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, progress
 from mmspeed.memory.planning.options import StepFigures
+from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.report.run_forecast import rates
 from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, figures_of_ranks, shape_figures
 from mmspeed.pipelines.tuning.stage_work import MicroBatchWork, Sent, micro_batch_work
 from mmspeed.plan.pipeline_picture import WIDTH, pipeline_svg, seconds_shown
-from mmspeed.plan.schedules import Action, Pipeline, check_stages, stage_bounds
+from mmspeed.plan.schedules import Action, Pipeline
 from mmspeed.plan.simulate import Exchange, Simulated, exposed, picture, simulate
 from mmspeed.plan.traffic import NODE
 from mmspeed.protocols import MicroBatchSize, RunPlace, shape_words
 
 INNER = 200.0  # GB/s of a device to others of its node, where nothing else is said
 SHOWN, CELLS = 8, 120  # candidates in a table; columns of a picture
+MOST_STAGES = 4  # of a rank, in a search
 BAR = 14.0  # width that a pass has in a drawing, in the mean
 _NOT_COUNTED = "gathers and sums over shards, and exchanges of tp and of split tokens, are not counted"
 _LESS = "set memory.activation_policy: {block: recompute}, shard over more devices, or make micro-batches smaller"
@@ -140,6 +142,7 @@ class PipelinePlanner:
         self.task = make_task(config)
         self.task.domain.open_without_data()
         self._works: dict[tuple[object, int], MicroBatchWork] = {}
+        self._bounds: dict[tuple[int, int, bool], Sequence[range]] = {}
         self._figures: dict[tuple[object, int], StepFigures] = {}
 
     def size(self, parallel: ParallelConfig) -> MicroBatchSize:
@@ -157,17 +160,19 @@ class PipelinePlanner:
             self._works[key] = micro_batch_work(self.config, self.task, size)
         return self._works[key]
 
-    @cached_property
-    def blocks(self) -> int:
-        """Blocks of the model."""
-        return len(self.work(self.size(self.config.parallel)).blocks)
+    def bounds(self, pipeline: Pipeline) -> Sequence[range]:
+        """The blocks of each stage, as a run divides them. Raises UserError for more stages than blocks."""
+        key = pipeline.ranks, pipeline.virtual, pipeline.folded
+        if key not in self._bounds:
+            bare = self.task.build()[self.task.updates()[0].role]
+            self._bounds[key] = cut_into_stages(bare, None, pipeline, rank=0).bounds
+        return self._bounds[key]
 
     def step(self, parallel: ParallelConfig, explain: bool = False) -> PlannedStep:
         """The step of a layout. Raises UserError for one that does not fit devices or blocks. explain: with what exchanges add."""
         size, pipeline = self.size(parallel), Pipeline.of(parallel)
         work = self.work(size)
-        check_stages(len(work.blocks), pipeline)
-        bounds = stage_bounds(len(work.blocks), pipeline.stages)
+        bounds = self.bounds(pipeline)
         stages, rate = [work.stage(blocks) for blocks in bounds], self.rates.flops * parallel.group
 
         def seconds(action: Action) -> float:
@@ -199,23 +204,24 @@ class PipelinePlanner:
 
     def candidates(self) -> list[ParallelConfig]:
         """The layouts of these devices that differ in stages and schedule alone."""
-        own, found = self.config.parallel.model_dump(), []
-        schedules = get_args(ParallelConfig.model_fields["schedule"].annotation)
-        for pp in (pp for pp in range(2, self.blocks + 1) if self.devices % pp == 0):
-            for virtual, schedule, more in (
-                (virtual, schedule, more)
-                for virtual in range(1, self.blocks // pp + 1)
-                for schedule in schedules
-                for more in (False, True)
-                if schedule != "auto"
-            ):
-                keys = {"pp": pp, "virtual": virtual, "schedule": schedule, "extra_warmup": more}
-                try:
-                    parallel = ParallelConfig.model_validate({**own, **keys})
-                    mesh_table(self.devices, parallel.axis_sizes())
-                except (ValidationError, UserError):
-                    continue  # keys that do not go together
-                found.append(parallel)
+        own, schedules = self.config.parallel.model_dump(), get_args(ParallelConfig.model_fields["schedule"].annotation)
+        most = len(self.work(self.size(self.config.parallel)).blocks)
+        every = product(
+            [pp for pp in range(2, self.devices + 1) if self.devices % pp == 0 and pp <= most],
+            range(1, MOST_STAGES + 1),
+            [each for each in schedules if each != "auto"],
+            (False, True),
+        )
+        found = []
+        for pp, virtual, schedule, more in every:
+            keys = {"pp": pp, "virtual": virtual, "schedule": schedule, "extra_warmup": more}
+            try:
+                parallel = ParallelConfig.model_validate({**own, **keys})
+                mesh_table(self.devices, parallel.axis_sizes())
+                self.bounds(Pipeline.of(parallel))
+            except (ValidationError, UserError):
+                continue  # keys that do not go together, with one another, the devices or the blocks
+            found.append(parallel)
         return found
 
     def search(self, limit: int) -> list[tuple[PlannedStep, int]]:
@@ -232,8 +238,8 @@ class PipelinePlanner:
 
 def _least(parallel: ParallelConfig) -> int:
     """The fewest devices of a layout."""
-    named = [AxisName.DP_SHARD.value] if parallel.dp_shard != -1 else []
-    return math.prod(max(1, size) for size in parallel.with_experts(named).sizes().values())
+    stage = math.lcm(parallel.group * max(1, parallel.dp_shard), parallel.expert_devices)
+    return parallel.pp * parallel.replicas * stage
 
 
 def plan_lines(
