@@ -22,7 +22,7 @@ from mmspeed.pipelines.tuning.memory_measure import BlockCall, capture, without_
 from mmspeed.protocols import MicroBatchSize, blocks_of, plan_of
 from mmspeed.protocols.plan import base_of_adapters
 
-Sent = Mapping[str, float]  # bytes by axis
+Sent = Mapping[str, int]  # bytes by axis
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ class StepFigures:
                 left = list(map(add, left, (*self.gradients[at][1:], 0)))
                 before = accumulate(kept[at], initial=0)
                 peaks = [each + own + self.static.gradients for each, own in zip(before, self.sums[at], strict=False)]
-            return flight.beside + others + max(peak_of(blocks[at], chosen[at], gradients=left), *peaks)
+            return flight.beside + others + max([peak_of(blocks[at], chosen[at], gradients=left), *peaks])
 
         return max(self.fixed_peak, self.base + max(map(bytes_at, self.flights or (self.heaviest,))))
 
