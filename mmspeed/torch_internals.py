@@ -478,7 +478,7 @@ def with_receipts(
     parts = [[part for entry in rows[rank] for part in entry.sub_actions or (entry,)] for rank in sorted(rows)]
     return [
         [
-            (words[part.computation_type], part.stage_index, part.microbatch_index)
+            (words[part.computation_type], part.stage_index, int(part.microbatch_index or 0))
             for part in row
             if part.computation_type in words
         ]
