@@ -52,7 +52,8 @@ def test_the_work_of_blocks_is_the_cost_of_the_task(tmp_path: Path) -> None:
     step = plan.step(plan.config.parallel)
     assert sum(step.simulated.busy) == pytest.approx(8 * counted.operations / 100e12)
     again = planner(written(tmp_path, memory={"activation_policy": {"block": "recompute"}}), "parallel.pp=2").work(size)
-    assert again.blocks[0].input == work.blocks[0].input + work.blocks[0].forward
+    first = work.blocks[0]  # recomputation ends before the last product, whose result no gradient needs
+    assert first.input < again.blocks[0].input < first.input + first.forward
 
 
 def test_rows_to_experts_are_those_of_the_formulas(tmp_path: Path) -> None:
