@@ -63,7 +63,8 @@ class Rates:
         """The exchanges of rows with experts on other devices."""
         near = max(n for n in range(1, NODE + 1) if parallel.ep % n == 0)  # devices of `ep` on a node
         for axis, nbytes in sent.items():
-            far = {AxisName.EP_OUTER: 1.0, AxisName.EP: (parallel.ep - near) / max(1, parallel.ep - 1)}.get(axis, 0.0)
+            flat = (parallel.ep - near) / max(1, parallel.ep - 1)
+            far = {AxisName.EP_OUTER.value: 1.0, AxisName.EP.value: flat}.get(axis, 0.0)
             if far:
                 yield Exchange("experts", "outer", far * nbytes / self.outer)
             if far < 1:

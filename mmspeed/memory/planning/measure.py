@@ -204,7 +204,7 @@ def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return int((5 if backward else 2) * pairs * (k_BAMD.shape[3] + v_BAMD.shape[3]))
     if name == GROUPED_MM:  # torch's list has none; of rows by group, each row is multiplied once
         a, b = args[:2]
-        return 2 * (b.numel() * a.shape[-2] if b.dim() < a.dim() else a.numel() * b.shape[-1])
+        return int(2 * (b.numel() * a.shape[-2] if b.dim() < a.dim() else a.numel() * b.shape[-1]))
     from torch.utils.flop_counter import flop_registry  # here: it loads Triton
 
     count = flop_registry.get(packet_of(func))
