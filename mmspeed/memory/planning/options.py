@@ -310,7 +310,7 @@ class StepFigures:
             at = slice(flight.at.start, flight.at.stop)
             others: int = sum(map(mul, flight.blocks, kept)) - sum(kept[at])  # beside the micro-batch that computes
             left, peaks = gradients[at], list[int]()
-            if flight.sums:  # those of the block behind are still being sent
+            if flight.sums and self.sums:  # those of the block behind are still being sent
                 left = list(map(add, left, (*self.gradients[at][1:], 0)))
                 before = accumulate(kept[at], initial=0)
                 peaks = [each + own + self.static.gradients for each, own in zip(before, self.sums[at], strict=False)]
