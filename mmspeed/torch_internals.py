@@ -149,6 +149,7 @@ WAITING_NAMES = (  # a host that waits for values
     "equal",
 )
 CPU_FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
+GROUPED_MM = "aten._grouped_mm"
 
 
 def cpu_flash(*args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ from . import (
     evaluate_command,
     export_command,
     launch,
+    plan_command,
     qualify_command,
     sample_command,
     spoken,
@@ -285,6 +286,9 @@ def check(
         for line in refusals(run_config):
             print(f"warning: {line}")
     spoken.then(_train_command(config, overrides))
+
+
+app.command()(plan_command.plan)
 
 
 @app.command()

@@ -6,12 +6,14 @@ Loads are taken to be even: as many rows come to a process as it sends, and each
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmspeed.axes import AxisName
-from mmspeed.comm import Axis, RowCounts, even_sizes
+from mmspeed.comm import Axis, Ledger, RowCounts, even_sizes
 from mmspeed.compute.operators.permutation import ExpertOrder
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
@@ -27,9 +29,13 @@ class _LoneAxis(Axis):
     def others(self) -> list[int]:
         return []
 
+    def count(self, kind: str, sent: int | Sequence[int], *args: Any, **kwargs: Any) -> None:
+        assert not isinstance(sent, int)
+        self.ledger.add(kind, self.name, sum(sent) - sent[self.rank])
 
-def _axis(name: AxisName, size: int) -> Axis:
-    return _LoneAxis(name.value, None, size, 0, exchange="point_to_point")
+
+def _axis(name: AxisName, size: int, sent: Ledger) -> Axis:
+    return _LoneAxis(name.value, None, size, 0, sent, exchange="point_to_point")
 
 
 def _even(rows: int, axis: Axis, etp: Axis, experts: int) -> tuple[RowCounts, Tensor]:
@@ -55,16 +61,20 @@ class EvenNodeDispatcher(HierarchicalDispatcher):
         return RowCounts((each,) * nodes, (each,) * nodes), *by_inner
 
 
-def outline_experts(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Leave a model the experts of one process, in place. Raises UserError as `spread_experts`."""
+def outline_experts(model: nn.Module, parallel: ParallelConfig) -> Ledger:
+    """Leave a model the experts of one process, in place; returns the ledger of what it will send. Raises UserError as `spread_experts`."""
+    sent = Ledger()
     if parallel.expert_devices == 1:
-        return
-    ep, etp, inner = parallel.ep, _axis(AxisName.ETP, parallel.etp), parallel.ep_inner
-    nodes = None if inner is None else (_axis(AxisName.EP_OUTER, ep // inner), _axis(AxisName.EP_INNER, inner))
-    spread_experts(model, None, TokenLayout(experts=_axis(AxisName.EP, ep), etp=etp, nodes=nodes))
+        return sent
+    ep, etp, inner = parallel.ep, _axis(AxisName.ETP, parallel.etp, sent), parallel.ep_inner
+    nodes = None
+    if inner is not None:
+        nodes = _axis(AxisName.EP_OUTER, ep // inner, sent), _axis(AxisName.EP_INNER, inner, sent)
+    spread_experts(model, None, TokenLayout(experts=_axis(AxisName.EP, ep, sent), etp=etp, nodes=nodes))
     for module in spread_modules(model):
         known = module._dispatcher
         if nodes is None:
             module._dispatcher = EvenDispatcher(module._axis, known.experts, etp)
         else:
             module._dispatcher = EvenNodeDispatcher(*nodes, known.experts, etp)
+    return sent

@@ -19,6 +19,7 @@ WIDTH, ROW, GAP, LEFT, TOP = (
     60.0,
     30.0,
 )  # of the bars; of a row and between rows; beside and above them
+TICK = 250.0  # from one time to the next
 PALEST = 0.65  # opacity of a rank's last stage; its first one is opaque
 
 
@@ -27,23 +28,26 @@ def seconds_shown(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def pipeline_svg(spans: Sequence[Sequence[Span]], shown: Callable[[float], str] = seconds_shown) -> str:
-    """The SVG of a step's spans, by rank, as of `simulate(...).spans`. `shown`: a time as it is written.
+def pipeline_svg(
+    spans: Sequence[Sequence[Span]], shown: Callable[[float], str] = seconds_shown, width: float = WIDTH
+) -> str:
+    """The SVG of a step's spans, by rank, as of `simulate(...).spans`. `shown`: a time as it is written. width: of all bars together.
 
     A bar has the number of its micro-batch, in a colour for its kind, paler for the later stages of a rank. Of two passes that overlap the
     forward one is above.
     """
     step = max((end for row in spans for _, _, end in row), default=0.0) or 1.0
     parts = [part for row in spans for entry, _, _ in row for part in entry.parts]
-    bars = [bar for rank, row in enumerate(spans) for bar in _bars(rank, row, WIDTH / step, shown)]
+    bars = [bar for rank, row in enumerate(spans) for bar in _bars(rank, row, width / step, shown)]
+    times = round(width / TICK)
     return render(
         "pipeline.svg",
         bars=bars,
         rows=[(f"rank {rank}", TOP + rank * (ROW + GAP)) for rank in range(len(spans))],
         legend=[(NAMES.get(kind, kind), color) for kind, color in KINDS.items() if any(p.kind == kind for p in parts)],
-        times=[(LEFT + WIDTH * share, shown(step * share)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)],
+        times=[(LEFT + width * at / times, shown(step * at / times)) for at in range(times + 1)],
         left=LEFT,
-        width=WIDTH,
+        width=width,
         height=ROW,
         bottom=TOP + len(spans) * (ROW + GAP),
     )

@@ -235,7 +235,8 @@ def usual_batch(batching: Batching, shape: ShapeClass, groups: int) -> MicroBatc
     if shape not in batching.sizes:
         items = min(share, most or share)
         return MicroBatchSize(shape, items, share > items, -(-share // items))
-    return MicroBatchSize(shape, most or 1, batching.slots > groups, share)
+    slots, alike = batching.supply(shape, 0).slots, groups * batching.group // batching.ranks(shape)
+    return MicroBatchSize(shape, most or 1, batching.slots > groups, -(-slots // alike))
 
 
 def largest_batch(

@@ -60,8 +60,8 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
 def _training(config: RunConfig, task: Task, work: RunWork, measured: StepTime | None) -> str:
     """The line about the whole training on some devices."""
     flops = sum(count * task.domain.cost(shape) for shape, count in work.items.items())
-    rates = _peaks(config) if measured is None else [("", measured.flops)]
-    times = " or ".join(f"about {_duration(flops / rate)}{where}" for where, rate in rates)
+    known = rates(config) if measured is None else [("", measured.flops)]
+    times = " or ".join(f"about {_duration(flops / rate)}{where}" for where, rate in known)
     more = ", without exchanges" if work.world > 1 else ""
     return (
         f"training on {work.world:,} device{'s'[: work.world != 1]}: {config.train.steps:,} steps, {_epochs(work.epochs)} of "
@@ -69,7 +69,7 @@ def _training(config: RunConfig, task: Task, work: RunWork, measured: StepTime |
     )
 
 
-def _peaks(config: RunConfig) -> list[tuple[str, float]]:
+def rates(config: RunConfig) -> list[tuple[str, float]]:
     """(where, operations a second) of well-tuned training: on the config's device where that is here, else on a usual accelerator."""
     dtype, share = parse_dtype(config.device.dtype), f" at {UTILISATION:.0%} of the peak of"
     if config.device.peak_tflops is not None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmspeed.axes import mesh_table
+from mmspeed.comm import Ledger
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype, pick
@@ -287,29 +288,11 @@ def shape_figures(
 
     Raises UserError for a model that computes by the values of tensors, which shapes do not tell.
     """
-    memory, host = config.memory, Device("cpu", 0)
-    role = task.updates()[0].role
-    bare = task.build()[role]
-    model = learning_model(task, {role: bare})
-    kinds, members = kinds_of([key_of(block) for _, block in blocks_of(model)])
-    wanted = sorted({blocks[0] for blocks in members} | set(single_blocks(bare)))
-    keep_blocks(bare, wanted)
-    outline_experts(bare, config.parallel)
+    memory = config.memory
     policies = {name: way for name, way in memory.activation_policy.items() if way != "save"}
     given = None if options else cast(ActivationPolicies, policies)
-    if memory.mlp_chunk is not None:
-        for _, block in blocks_of(bare):
-            set_chunks(block, memory.mlp_chunk)
-    task.domain.shapes()
-    batch, loss = task.sketch(bare, step.shape, step.items)  # before FakeTensorMode, since it reads values of tensors
-    if memory.master != "parameters":
-        make_half(bare)
-    with FakeTensorMode(), _shapes_alone():
-        without_values(bare)
-        dtype = parse_dtype(config.device.dtype)
-        if dtype != torch.float32:
-            autocast(bare, dtype)
-        swap = FakeOffloader(host, parse_bytes(memory.offload_from))
+    with outlined_step(config, task, step) as outline:
+        swap = FakeOffloader(Device("cpu", 0), parse_bytes(memory.offload_from))
         gauge = FakeTensorProfiler(speeds.flops, speeds.memory)
         bench = BlockProfiler(
             gauge,
@@ -323,11 +306,11 @@ def shape_figures(
         )
         figures = step_figures(
             bench,
-            model,
-            batch,
-            loss,
-            kinds,
-            [[wanted.index(blocks[0])] for blocks in members],
+            outline.model,
+            outline.batch,
+            outline.loss,
+            outline.kinds,
+            [[place] for place in outline.places],
             memory=memory,
             average=config.train.ema_decay is not None,
             optimizer=config.train.optimizer,
@@ -335,9 +318,50 @@ def shape_figures(
             gradients_stay=step.accumulates or config.parallel.strategy == "ddp",
             keep_last=memory.keep_last and options,
         )
-    outlined = [sum_of(weights_of(module) for module in spread_modules(block)) for _, block in blocks_of(bare)]
-    experts = [outlined[wanted.index(blocks[0])] for blocks in members]
-    return replace(figures, head_widths=gauge.head_widths, experts=tuple(experts[kind] for kind in kinds))
+    outlined = [sum_of(weights_of(module) for module in spread_modules(block)) for _, block in blocks_of(outline.model)]
+    experts = [outlined[place] for place in outline.places]
+    return replace(figures, head_widths=gauge.head_widths, experts=tuple(experts[kind] for kind in outline.kinds))
+
+
+@dataclass(frozen=True)
+class OutlinedStep:
+    """A step of one micro-batch on fake tensors, by a model that has one block of each kind and the experts of one process.
+
+    kinds: the kind of each block of the whole model. places: of each kind, the place of its block in `model`. sent: what it sends to
+    experts of other processes.
+    """
+
+    model: nn.Module
+    batch: Callable[[], Any]
+    loss: Callable[[Any], Tensor]
+    kinds: tuple[int, ...]
+    places: tuple[int, ...]
+    sent: Ledger
+
+
+@contextmanager
+def outlined_step(config: RunConfig, task: Task, step: MicroBatchSize) -> Iterator[OutlinedStep]:
+    """A step of a config's model, on fake tensors inside. Raises UserError for what shapes do not tell."""
+    memory, role = config.memory, task.updates()[0].role
+    bare = task.build()[role]
+    model = learning_model(task, {role: bare})
+    kinds, members = kinds_of([key_of(block) for _, block in blocks_of(model)])
+    wanted = sorted({blocks[0] for blocks in members} | set(single_blocks(bare)))
+    keep_blocks(bare, wanted)
+    sent = outline_experts(bare, config.parallel)
+    if memory.mlp_chunk is not None:
+        for _, block in blocks_of(bare):
+            set_chunks(block, memory.mlp_chunk)
+    task.domain.shapes()
+    batch, loss = task.sketch(bare, step.shape, step.items)  # before FakeTensorMode, since it reads values of tensors
+    if memory.master != "parameters":
+        make_half(bare)
+    with FakeTensorMode(), _shapes_alone():
+        without_values(bare)
+        dtype = parse_dtype(config.device.dtype)
+        if dtype != torch.float32:
+            autocast(bare, dtype)
+        yield OutlinedStep(model, batch, loss, kinds, tuple(wanted.index(blocks[0]) for blocks in members), sent)
 
 
 def sum_of(weights: Iterable[tuple[int, int]]) -> tuple[int, int]:

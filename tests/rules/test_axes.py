@@ -15,8 +15,8 @@ HOMES = re.compile(
     r"mmspeed/(axes|mesh)\.py"  # the table
     r"|mmspeed/(config|parallel|moe|comm|plan)/.*"  # keys; where axes are applied; the ledger and what is expected of it
     r"|mmspeed/(cli/bench_\w+|bench/\w+)\.py"  # benches compare layouts
-    # messages to users about keys that do not fit, or what crosses an axis
-    r"|pipelines/(.*/)?(accelerate|check/(exchanges|verdict)|domains/language/small)\.py"
+    # messages to users about keys that do not fit, or what crosses an axis; plans compare layouts too
+    r"|pipelines/(.*/)?(accelerate|check/(exchanges|verdict)|domains/language/small|report/pipeline_plan)\.py"
 )
 
 

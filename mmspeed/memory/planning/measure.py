@@ -19,6 +19,7 @@ from torch import Tensor
 from mmspeed.device import Device
 from mmspeed.torch_internals import (
     CPU_FLASH,
+    GROUPED_MM,
     TorchDispatchMode,
     changes_arguments,
     free_weak_pointer,
@@ -201,6 +202,9 @@ def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         q_BAND, k_BAMD, v_BAMD = args[1:4] if backward else args[:3]
         pairs = q_BAND.shape[0] * q_BAND.shape[1] * q_BAND.shape[2] * k_BAMD.shape[2]
         return int((5 if backward else 2) * pairs * (k_BAMD.shape[3] + v_BAMD.shape[3]))
+    if name == GROUPED_MM:  # torch's list has none; of rows by group, each row is multiplied once
+        a, b = args[:2]
+        return int(2 * (b.numel() * a.shape[-2] if b.dim() < a.dim() else a.numel() * b.shape[-1]))
     from torch.utils.flop_counter import flop_registry  # here: it loads Triton
 
     count = flop_registry.get(packet_of(func))

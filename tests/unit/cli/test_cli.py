@@ -43,12 +43,12 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "cache", "bench")
+    names = ("init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "plan", "cache", "bench")
     for arguments in (["--help"], []):
         assert main(arguments) == 0
         text = capsys.readouterr().out
         assert all(f"\n  {name} " in text for name in names)
-    for name in (*names[:8], "bench comm", "cache stat"):
+    for name in (*names[:9], "bench comm", "cache stat"):
         assert main([*name.split(), "-h"]) == 0
         assert f"mmspeed {name}" in capsys.readouterr().out
     for group in ("cache", "bench"):

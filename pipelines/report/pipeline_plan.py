@@ -1,0 +1,287 @@
+"""`mmspeed plan CONFIG --pipeline`: a step of a pipeline before it runs, simulated on the tables that run, and the best ways to set it.
+
+Durations are counted from shapes: operations at a device's rate, and bytes at the speeds of links. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+from pydantic import ValidationError
+
+from mmspeed.axes import AxisName, mesh_table
+from mmspeed.config import RunConfig
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, format_bytes, progress
+from mmspeed.memory.planning.options import StepFigures
+from mmspeed.pipelines.report.run_forecast import rates
+from mmspeed.pipelines.run.run_folder import write_text
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, figures_of_ranks, shape_figures
+from mmspeed.pipelines.tuning.stage_work import MicroBatchWork, Sent, micro_batch_work
+from mmspeed.plan.pipeline_picture import WIDTH, pipeline_svg, seconds_shown
+from mmspeed.plan.schedules import Action, Pipeline
+from mmspeed.plan.simulate import Exchange, Simulated, exposed, picture, simulate
+from mmspeed.plan.traffic import NODE
+from mmspeed.protocols import MicroBatchSize, RunPlace, shape_words
+
+INNER = 200.0  # GB/s of a device to others of its node, where nothing else is said
+SHOWN, CELLS = 8, 120  # candidates in a table; columns of a picture
+MOST_STAGES = 4  # of a rank, in a search
+BAR = 14.0  # width that a pass has in a drawing, in the mean
+_NOT_COUNTED = "gathers and sums over shards, and exchanges of tp and of split tokens, are not counted"
+_LESS = "set memory.activation_policy: {block: recompute}, shard over more devices, or make micro-batches smaller"
+KEYS = ("pp", "virtual", "schedule", "extra_warmup")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What durations are counted with: operations a second of a device, and bytes a second of its links."""
+
+    flops: float
+    inner: float
+    outer: float
+    words: str
+
+    @classmethod
+    def of(cls, config: RunConfig, tflops: float | None, inner: float | None, outer: float | None) -> Rates:
+        """The given rates; others are those that the config names, or those of a usual accelerator."""
+        where, flops = (" of --tflops", tflops * 1e12) if tflops else rates(config)[-1]
+        inner, outer = inner or INNER, outer or config.parallel.balance.gigabytes_per_second
+        words = f"{flops / 1e12:.0f} TFLOP/s{where}, {inner:g} GB/s within a node of {NODE} devices and {outer:g} GB/s between nodes"
+        return cls(flops, inner * 1e9, outer * 1e9, words)
+
+    def seconds(self, sent: Sent, parallel: ParallelConfig) -> Iterator[Exchange]:
+        """The exchanges of rows with experts on other devices."""
+        near = max(n for n in range(1, NODE + 1) if parallel.ep % n == 0)  # devices of `ep` on a node
+        for axis, nbytes in sent.items():
+            flat = (parallel.ep - near) / max(1, parallel.ep - 1)
+            far = {AxisName.EP_OUTER.value: 1.0, AxisName.EP.value: flat}.get(axis, 0.0)
+            if far:
+                yield Exchange("experts", "outer", far * nbytes / self.outer)
+            if far < 1:
+                yield Exchange("experts", "inner", (1 - far) * nbytes / self.inner)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of a layout. shares: of each rank in the work of all. exposed: seconds by kind of exchange; None: not asked."""
+
+    parallel: ParallelConfig
+    size: MicroBatchSize
+    bounds: Sequence[range]
+    simulated: Simulated
+    shares: tuple[float, ...]
+    exposed: dict[str, float] | None = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Its stages and schedule."""
+        return Pipeline.of(self.parallel)
+
+    @property
+    def keys(self) -> str:
+        """Its keys."""
+        keys = self.parallel.model_dump(mode="json", include=set(KEYS), exclude_defaults=True)
+        return " ".join(f"parallel.{key}={str(keys[key]).lower()}" for key in KEYS if key in keys)
+
+    def lines(self, memory: Sequence[int]) -> list[str]:
+        """The step in lines, and its picture. memory: bytes of each rank."""
+        step, pipeline = self.simulated, self.pipeline
+        short = f", fewer than fill {pipeline.schedule}" if self.size.batches < pipeline.least else ""
+        lines = [
+            f"a step of {self.size.batches} micro-batches{short} of {shape_words(self.size.shape)} x {self.size.items}: "
+            f"{seconds_shown(step.step)}, of which the busiest rank stands still for {step.idle:.1%}"
+        ]
+        if self.exposed is not None:
+            each = (
+                f"{kind} {seconds_shown(seconds)} ({seconds / step.step:.1%})" for kind, seconds in self.exposed.items()
+            )
+            lines.append(f"exposed exchanges: {', '.join(each)}")
+        lines.append(f"{'rank':>4}  {'work':>6} {'waits':>6} {'in flight':>9} {'memory':>9}  blocks of its stages")
+        for rank, (share, wait, flying, nbytes) in enumerate(
+            zip(self.shares, step.waits, step.in_flight, memory, strict=True)
+        ):
+            held = ", ".join(_words(self.bounds[stage]) for stage in pipeline.own(rank))
+            lines.append(
+                f"{rank:>4}  {share:>6.1%} {wait / step.step:>6.1%} {flying:>9} {format_bytes(nbytes):>9}  {held}"
+            )
+        unit = max(step.step / CELLS, min(end - begin for row in step.spans for _, begin, end in row))
+        lines.append(
+            f"each sign is {seconds_shown(unit)}: digits forward, letters backward, capitals gradients of weights, dots waiting"
+        )
+        return lines + picture(step, unit)
+
+
+def _words(blocks: range) -> str:
+    return f"{blocks.start}-{blocks.stop - 1}" if len(blocks) > 1 else f"{blocks.start}"
+
+
+class PipelinePlanner:
+    """The steps of a config's pipelines on a number of devices, all of one count of the model.
+
+    devices: None: the fewest of the layout. batches: micro-batches of a step; None: those of the config. Raises UserError where the layout
+    does not fit the devices.
+    """
+
+    def __init__(self, config: RunConfig, given: Rates, devices: int | None = None, batches: int | None = None) -> None:
+        self.config, self.rates, self.batches = config, given, batches
+        least = _least(config.parallel)
+        self.devices = devices or least
+        if self.devices % least:
+            near = least * max(1, round(self.devices / least))
+            raise UserError(
+                f"--devices {devices}: this layout takes {least} devices or a multiple of them, such as {near}"
+            )
+        self.task = make_task(config)
+        self.task.domain.open_without_data()
+        self._works: dict[tuple[object, int], MicroBatchWork] = {}
+        self._bounds: dict[tuple[int, int, bool], Sequence[range]] = {}
+        self._figures: dict[tuple[object, int], StepFigures] = {}
+
+    def size(self, parallel: ParallelConfig) -> MicroBatchSize:
+        """The largest micro-batch of a layout, and their number in a step."""
+        mesh_table(self.devices, parallel.axis_sizes())
+        dealt = self.devices // parallel.pp
+        place = RunPlace(Device("cpu", 0), world=self.devices, dealt=dealt, groups=max(1, dealt // parallel.group))
+        size = self.task.domain.largest_micro_batch(place)
+        return size if self.batches is None else replace(size, batches=self.batches, accumulates=self.batches > 1)
+
+    def work(self, size: MicroBatchSize) -> MicroBatchWork:
+        """The work of a micro-batch, counted once for each size."""
+        key = size.shape, size.items
+        if key not in self._works:
+            self._works[key] = micro_batch_work(self.config, self.task, size)
+        return self._works[key]
+
+    def bounds(self, parallel: ParallelConfig) -> Sequence[range]:
+        """The blocks of each stage, as a run divides them. Raises UserError for more stages than blocks."""
+        key = parallel.pp, parallel.virtual, parallel.folded
+        if key not in self._bounds:
+            bare = self.task.build()[self.task.updates()[0].role]
+            self._bounds[key] = self.task.cut(bare, parallel, None, rank=0).bounds
+        return self._bounds[key]
+
+    def step(self, parallel: ParallelConfig, explain: bool = False) -> PlannedStep:
+        """The step of a layout. Raises UserError for one that does not fit devices or blocks. explain: with what exchanges add."""
+        size, pipeline = self.size(parallel), Pipeline.of(parallel)
+        work = self.work(size)
+        bounds = self.bounds(parallel)
+        stages, rate = [work.stage(blocks) for blocks in bounds], self.rates.flops * parallel.group
+
+        def seconds(action: Action) -> float:
+            own = stages[action.stage]
+            passes = {"forward": own.forward, "input": own.input, "weight": own.weight}
+            return passes.get(action.kind, own.input + own.weight) / rate
+
+        def exchanges(action: Action) -> list[Exchange]:
+            own = stages[action.stage]
+            sent = own.sent if action.kind == "forward" else own.sent_back
+            return [] if action.kind == "weight" else list(self.rates.seconds(sent, parallel))
+
+        link = self.rates.outer if self.devices > NODE else self.rates.inner  # stages lie farthest apart
+        message, table = work.travels / parallel.group / link, pipeline.table(size.batches)
+        simulated = simulate(table, pipeline, seconds, message, exchanges=exchanges)
+        shown = exposed(table, pipeline, seconds, message, exchanges=exchanges) if explain else None
+        each = [sum(stages[stage].operations for stage in pipeline.own(rank)) for rank in range(pipeline.ranks)]
+        return PlannedStep(parallel, size, bounds, simulated, tuple(one / sum(each) for one in each), shown)
+
+    def memory(self, step: PlannedStep) -> list[int]:
+        """Bytes of each rank at its peak, estimated from shapes."""
+        config, size = self.config.model_copy(update={"parallel": step.parallel}), step.size
+        if (size.shape, size.items) not in self._figures:
+            self._figures[size.shape, size.items] = shape_figures(
+                config, self.task, size, DeviceSpeeds(), with_swap=False, options=False
+            )
+        alone = self._figures[size.shape, size.items]
+        return [each.plain_peak() for each in figures_of_ranks(alone, config, self.task, size, self.devices)]
+
+    def candidates(self) -> list[ParallelConfig]:
+        """The layouts of these devices that differ in stages and schedule alone."""
+        own, schedules = self.config.parallel.model_dump(), get_args(ParallelConfig.model_fields["schedule"].annotation)
+        most = len(self.work(self.size(self.config.parallel)).blocks)
+        every = product(
+            [pp for pp in range(2, self.devices + 1) if self.devices % pp == 0 and pp <= most],
+            range(1, MOST_STAGES + 1),
+            [each for each in schedules if each != "auto"],
+            (False, True),
+        )
+        found = []
+        for pp, virtual, schedule, more in every:
+            keys = {"pp": pp, "virtual": virtual, "schedule": schedule, "extra_warmup": more, "stages": None}
+            try:
+                parallel = ParallelConfig.model_validate({**own, **keys})
+                mesh_table(self.devices, parallel.axis_sizes())
+                self.bounds(parallel)
+            except (ValidationError, UserError):
+                continue  # keys that do not go together, with one another, the devices or the blocks
+            found.append(parallel)
+        return found
+
+    def search(self, limit: int) -> list[tuple[PlannedStep, int]]:
+        """The fastest steps of all candidates that fit, with the bytes of their fullest ranks; fastest first."""
+        steps = [self.step(each) for each in progress(self.candidates(), "simulate", unit="layout")]
+        found: list[tuple[PlannedStep, int]] = []
+        with ProgressLine("estimate memory", len(steps), "layout") as line:
+            for step in sorted(steps, key=lambda step: step.simulated.step):
+                if len(found) < SHOWN and (most := max(self.memory(step))) <= limit:
+                    found.append((step, most))
+                line.advance()
+        return found
+
+
+def _least(parallel: ParallelConfig) -> int:
+    """The fewest devices of a layout."""
+    stage = math.lcm(parallel.group * max(1, parallel.dp_shard), parallel.expert_devices)
+    return parallel.pp * parallel.replicas * stage
+
+
+def plan_lines(
+    config: RunConfig,
+    given: Rates,
+    devices: int | None = None,
+    batches: int | None = None,
+    limit: int | None = None,
+    drawing: Path | None = None,
+) -> list[str]:
+    """The lines of `mmspeed plan --pipeline`. limit: bytes of a device for a search of stages and schedules; None: none. drawing: the SVG file to write.
+
+    Raises UserError where the layout does not fit devices or blocks, or no candidate fits the limit.
+    """
+    planner = PipelinePlanner(config, given, devices, batches)
+    parallel = config.parallel
+    lines, step = [f"counted at {given.words}; {_NOT_COUNTED}"], None
+    if parallel.pp > 1:
+        step = planner.step(parallel, explain=True)
+        each = planner.devices // parallel.pp
+        lines += [
+            f"{planner.devices:,} devices, {parallel.pp} ranks of {each:,}: {step.keys}",
+            *step.lines(planner.memory(step)),
+        ]
+    elif limit is None:
+        raise UserError(
+            "parallel.pp is 1, which makes no pipeline: add parallel.pp=2, or --memory SIZE to search for one"
+        )
+    if limit is not None:
+        found = planner.search(limit)
+        if not found:
+            raise UserError(f"no pipeline of {planner.devices:,} devices fits {format_bytes(limit)} a device: {_LESS}")
+        step = step or found[0][0]
+        lines.append(f"the fastest steps within {format_bytes(limit)} a device:")
+        lines.append(f"  {'step':>8} {'waits':>6} {'memory':>9}  keys")
+        lines += [
+            f"  {seconds_shown(one.simulated.step):>8} {one.simulated.idle:>6.1%} {format_bytes(most):>9}  {one.keys}"
+            for one, most in found
+        ]
+    if drawing is not None and step is not None:
+        spans = step.simulated.spans
+        write_text(drawing, pipeline_svg(spans, width=max(WIDTH, BAR * max(map(len, spans)))))
+        lines.append(f"drawing: {drawing}")
+    return lines
