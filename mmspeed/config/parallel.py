@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,16 @@ from mmspeed.axes import DENSE, ITEMS, AxisName, AxisSizes, mesh_table, together
 from mmspeed.errors import UserError
 
 from .inputs import Section
+
+Schedule = Literal["auto", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+MANY = 1 << 16  # more stages than a device has
+
+
+def stages_for(schedule: Schedule) -> range:
+    """The numbers of stages of a device that a schedule of a pipeline is for."""
+    exact = {"1f1b": 1, "zb_h1": 1, "zbv": 2, "dualpipe_v": 2}.get(schedule)
+    return range(2 if schedule == "interleaved" else 1, MANY) if exact is None else range(exact, exact + 1)
 
 
 class BalanceConfig(Section):
@@ -56,7 +66,7 @@ class ParallelConfig(Section):
         ge=1,
         description="Stages of a device of `pp`, every `pp`-th of the model: the pipeline stands still for as many times less (interleaved 1F1B).",
     )
-    schedule: Literal["auto", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = Field(
+    schedule: Schedule = Field(
         "auto",
         description="Order in which the stages compute; `auto`: `interleaved` with `virtual` above 1, else `1f1b`. The others compute the gradients of inputs and of weights apart: `zb_h1` (one stage a device), `zbv` and `dualpipe_v` (two, the last one on the first device).",
     )
@@ -146,13 +156,17 @@ class ParallelConfig(Section):
             keys = {f"virtual {self.virtual}": self.virtual > 1, "extra_warmup": self.extra_warmup}
             key = next((key for key, given in keys.items() if given), f"schedule {self.schedule}")
             raise ValueError(f"{key} is for the stages of pp devices: set pp, or leave it out")
-        wanted = {"1f1b": "1", "zb_h1": "1", "zbv": "2", "dualpipe_v": "2", "interleaved": "2 or more"}.get(
-            self.schedule
-        )
-        if wanted not in (None, str(self.virtual)) and (self.schedule != "interleaved" or self.virtual == 1):
-            raise ValueError(f"schedule {self.schedule} is for virtual {wanted}, not {self.virtual}")
+        if self.virtual not in stages_for(self.schedule):
+            least, *more = stages_for(self.schedule)
+            fitting = " or ".join(name for name in SCHEDULES[1:] if self.virtual in stages_for(name))
+            raise ValueError(
+                f"schedule {self.schedule} is for virtual {least}{' or more' if more else ''}, not {self.virtual}: set virtual {least}, or "
+                f"schedule {fitting}"
+            )
         if self.extra_warmup and self.schedule not in ("auto", "1f1b", "interleaved"):
-            raise ValueError(f"extra_warmup is for the schedules 1f1b and interleaved, not for {self.schedule}")
+            raise ValueError(
+                f"extra_warmup is for the schedules 1f1b and interleaved, not for {self.schedule}: leave one of them out"
+            )
         if self.pp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"pp goes with strategy fsdp or auto, not with {self.strategy}")
         if self.balance.on and self.ep == 1:
@@ -180,9 +194,22 @@ class ParallelConfig(Section):
         return self.ep * self.etp
 
     @property
+    def divides_models(self) -> bool:
+        """True where devices hold other experts, or other blocks, of one model."""
+        return self.expert_devices > 1 or self.pp > 1
+
+    @property
     def least_devices(self) -> int:
-        """The fewest devices of this layout: those that compute one item together, as often as experts need."""
-        return math.lcm(self.group, self.expert_devices)
+        """The fewest devices of this layout: in each stage those that compute one item together, as often as experts need."""
+        return self.pp * math.lcm(self.group, self.expert_devices)
+
+    def dealt(self, world: int) -> int:
+        """The devices of a run that hold one stage of a pipeline each, over which the items of a step are dealt."""
+        return world // self.pp
+
+    def groups(self, world: int) -> int:
+        """The groups of devices of a run that compute different items."""
+        return max(1, self.dealt(world) // self.group)
 
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
@@ -220,11 +247,15 @@ class ParallelConfig(Section):
         """The axes along which devices compute one sample together, such as "ring 2 x tp 2"."""
         return " x ".join(f"{axis} {n}" for axis, n in self.sizes().items() if axis in together_along() and n > 1)
 
+    def together_in_words(self) -> str:
+        """The axes along which devices compute one sample, together or as stages, such as "pp 2 x tp 2"."""
+        return " x ".join([f"pp {self.pp}"] * (self.pp > 1) + [self.group_in_words()] * (self.group > 1))
+
     def check_world(self, world: int) -> None:
         """Raise UserError if the groups of devices, or those that share experts, do not divide the processes of a run."""
-        if world % self.group:
+        if world % (self.pp * self.group):
             raise UserError(
-                f"parallel: {self.group_in_words()} does not divide the {world} processes of this run; change one, or --nproc"
+                f"parallel: {self.together_in_words()} does not divide the {world} processes of this run; change one, or --nproc"
             )
         if self.ep * self.etp > 1:
             mesh_table(world, self.axis_sizes())

@@ -5,6 +5,7 @@ Micro-batches may have shapes of their own, and any number of them makes a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -41,6 +42,7 @@ class PipelineRunner:
             batch = window.take(number)
             out = self.stages.run_stage(stage, came, lambda: call(batch))
             if stage < self.stages.count - 1:
+                record.handed_over.append((stage, torch.linalg.vector_norm(out[0].detach(), math.inf)))
                 return out
             return noted(record, batch, terms(out), divisors, weight)
 

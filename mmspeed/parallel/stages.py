@@ -289,18 +289,26 @@ def stages_of(model: nn.Module) -> Stages | None:
     return vars(model).get("_stages")
 
 
+def plan_to_cut(model: nn.Module, pipeline: Pipeline) -> ModelPlan:
+    """The plan of a model that a pipeline can cut; no weight is read. Raises UserError as `cut_into_stages`."""
+    plan = plan_of(model)
+    if plan is None or not plan.carried:
+        lacks = "has no plan" if plan is None else "has a plan without `carried`"
+        raise UserError(
+            f"parallel.pp {pipeline.ranks}: {type(model).__name__} {lacks}, which says what travels between blocks: declare it "
+            "(docs/extending.md), or leave pp at 1"
+        )
+    check_stages(len(_units(plan)), pipeline)
+    return plan
+
+
 def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeline) -> Stages:
     """Leave a process the blocks of its stages, in place; before anything else is done to the model.
 
     Raises UserError for a model without a plan that says what travels, and for more stages than blocks.
     """
-    plan = plan_of(model)
-    if plan is None or not plan.carried:
-        raise UserError(
-            f"parallel.pp: the plan of {type(model).__name__} does not say what travels between blocks (carried)"
-        )
+    plan = plan_to_cut(model, pipeline)
     units = _units(plan)
-    check_stages(len(units), pipeline)
     parts = stage_bounds(len(units), pipeline.stages)
     bounds = [range(units[part.start].start, units[part.stop - 1].stop) for part in parts]
     stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group)

@@ -57,7 +57,7 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
     with process_group(device):
         task = task or make_task(config)
         least = config.parallel.least_devices
-        place = RunPlace(device, world=least, dealt=least, folder=config.run_dir)
+        place = RunPlace(device, world=least, dealt=config.parallel.dealt(least), folder=config.run_dir)
         task.domain.open(place)
         lines, warnings = task.domain.notes()
         report.lines_ += [*lines, *(f"warning: {warning}" for warning in warnings)]
@@ -70,7 +70,10 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
         ]
         work = _report_steps(report, config, task, place)
         worlds = _report_ranks(report, config, task, ranks)
-    works = [] if work is None else [replace(work, world=world, items=_shares(work.items, world)) for world in worlds]
+    works = [
+        replace(work, world=world, items=_shares(work.items, world), micro_batches=count)
+        for world, count in (worlds.items() if work is not None else ())
+    ]
     report.lines_ += run_lines(config, task, works)
     _report_run(report, config)
     return report
@@ -125,7 +128,8 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
     if size.left_out:
         report.lines_.append(f"left out of the first epoch: {size.left_out:,} items without a token to predict")
     report.lines_ += shares
-    return RunWork(1, epochs, f"{size.samples:,} items", {shape: count * steps for shape, count in step.counts.items()})
+    items = {shape: count * steps for shape, count in step.counts.items()}
+    return RunWork(1, epochs, f"{size.samples:,} items", items, 1.0)
 
 
 def _gradient_lines(config: RunConfig, data: Data) -> list[str]:
@@ -141,26 +145,26 @@ def _gradient_lines(config: RunConfig, data: Data) -> list[str]:
     return [f"{how} of shape class {shape_words(shape)}: {share:.3f}" for shape, share in shares.items()]
 
 
-def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> list[int]:
+def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> dict[int, int]:
     """Report the micro-batches of the first step on each number of devices, and requested numbers that the layout does not allow.
 
-    Returns the numbers that it allows.
+    Returns the micro-batches of each number that it allows.
     """
-    worlds = []
+    worlds = {}
     for world in [devices_here(config.device.kind, config.parallel.least_devices)] if ranks is None else ranks:
         try:
             config.parallel.check_world(world)
         except UserError as error:
             report.problems.append(str(error))
             continue
-        worlds.append(world)
-        groups = world // config.parallel.group
-        place = RunPlace(Device("cpu", 0), world=world, groups=groups, dealt=world, folder=config.run_dir)
+        groups, dealt = config.parallel.groups(world), config.parallel.dealt(world)
+        place = RunPlace(Device("cpu", 0), world=world, groups=groups, dealt=dealt, folder=config.run_dir)
         data = task.data(place)
         try:
             shapes = data.shapes(0)
         finally:
             data.close()
+        worlds[world] = len(shapes)
         words = ", ".join(f"{each.items} x {shape_words(each.shape)}" for each in shapes[:4])
         more = f", ... ({len(shapes)} micro-batches)" if len(shapes) > 4 else ""
         report.lines_.append(

@@ -169,7 +169,7 @@ def plan_memory(
         task = make_task(config)
         task.domain.open_without_data()
     if step is None:
-        place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // parallel.group))
+        place = RunPlace(Device("cpu", 0), world=world, dealt=parallel.dealt(world), groups=parallel.groups(world))
         step = task.domain.largest_micro_batch(place)
     alone = shape_figures(config, task, step, speeds, with_swap, options)
     figures = spread(alone, config, world)
