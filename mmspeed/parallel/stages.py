@@ -11,7 +11,7 @@ import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -318,7 +318,10 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeli
     last = len(bounds) - 1 in stages.own
     behind = (*plan.after, *_around_blocks(model, plan))
     others = [block.name for place, block in enumerate(plan.blocks) if place not in held]
-    kept = kept_plan(model, plan, others if last else (*others, *behind))
+    before = [None, *(block.attends for block in plan.blocks)]
+    following = tuple(replace(block, follows=at) for block, at in zip(plan.blocks, before, strict=False))
+    whole = replace(plan, blocks=following, attends=plan.attends_all)
+    kept = kept_plan(model, whole, others if last else (*others, *behind))
     for place, block in enumerate(plan.blocks):
         module = model.get_submodule(block.name)
         at = BlockPlace.of(place, base_of_adapters(module))
