@@ -279,9 +279,7 @@ def fsdp_state(module: object) -> Any:
 
 def sum_in_float32(state: Any) -> None:
     """Keep the sums of an `fsdp_state` in float32, once its first forward began. Raises RuntimeError for a torch that sums otherwise."""
-    # torch 2.13 can have several groups of parameters a module, 2.11 has one
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in filter(None, groups):
+    for group in _parameter_groups(state):
         if not hasattr(group, "_orig_dtype"):
             raise RuntimeError(
                 f"torch {torch.__version__} rounds sums of gradients in another place than mmspeed knows; use torch 2.11 to 2.14"
@@ -339,7 +337,8 @@ class PipelineActions:
     """A table of a pipeline in torch's runtime, whose stages get receive buffers of each micro-batch's own shapes.
 
     torch's stages take the shapes of their first step, and abort at others. `forward(stage, micro-batch, tensors that came)` returns what
-    goes on, or the loss; `like(micro-batch)` tensors as those that travel; `last(stage)` is called before a stage's last backward.
+    goes on, or the loss; `like(micro-batch)` tensors as those that travel; `before_last(stage)` is called before
+    a stage's last backward pass in one, `after_weights(stage, whether it was the last)` after gradients of weights that were left.
     """
 
     def __init__(
@@ -351,8 +350,12 @@ class PipelineActions:
         travels: int,
         device: torch.device,
         group: dist.ProcessGroup,
+        take: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
-        """table: of `mmspeed.plan.schedules`. own: the stages of this process. travels: the number of tensors that do."""
+        """table: of `mmspeed.plan.schedules`. own: the stages of this process. travels: the number of tensors that do.
+
+        take: gives a function that computes the gradients of weights that the last backward pass left; None: passes leave none.
+        """
         from torch.distributed.pipelining import schedules as torch_schedules
 
         kinds = {
@@ -368,10 +371,11 @@ class PipelineActions:
             return torch_schedules._Action(entry.stage, kinds[entry.kind], entry.batch)
 
         stage_class = pipeline_stage()
-        self._stages = [stage_class(number, stages, micro_batches, travels, device, group) for number in own]
+        self._stages = [stage_class(number, stages, micro_batches, travels, device, group, take) for number in own]
         self._schedule = torch_schedules._PipelineScheduleRuntime(
-            self._stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
+            self._stages, micro_batches, loss_fn=None, scale_grads=False
         )
+        self._schedule.register_custom_function(torch_schedules.OVERLAP_F_B, self._pair)
         order: dict[int, list[Any]] = {rank: list(map(named, row)) for rank, row in enumerate(table)}
         self._schedule.pipeline_order = order
         self._schedule._prepare_schedule_with_comms(order)
@@ -382,12 +386,15 @@ class PipelineActions:
         self,
         forward: Callable[[int, int, tuple[Tensor, ...]], Any],
         like: Callable[[int], Sequence[Tensor]],
-        last: Callable[[int], None],
+        before_last: Callable[[int], None],
+        after_weights: Callable[[int, bool], None] = lambda stage, last: None,
+        together: Callable[[Callable[[], None], Callable[[], None]], None] | None = None,
     ) -> None:
-        """Run a step."""
+        """Run a step. together: runs the forward and the backward pass of a pair; None: one after the other."""
+        self._together = together
         self._schedule._has_backward = True
         for stage in self._stages:
-            stage.begin(forward, like, last)
+            stage.begin(forward, like, before_last, after_weights)
             stage.clear_runtime_states()
         numbers: list[Any] = [{"micro_batch": number} for number in range(self._count)]
         nothing: list[Any] = [None] * self._count
@@ -397,6 +404,38 @@ class PipelineActions:
             self._schedule._step_microbatches([()] * self._count, numbers, nothing, None, return_outputs=False)
         finally:
             logger.disabled = before
+
+    def _pair(self, action: Any, ctx: Any) -> None:
+        """Run a pair, whose messages were asked for by actions before it."""
+        from torch.distributed.pipelining.schedules import _wait_batch_p2p
+
+        ahead, back = action.sub_actions
+        stages = {stage.stage_index: stage for stage in self._stages}
+        at, behind = ((each.stage_index, each.microbatch_index) for each in (ahead, back))
+        for received, key in ((self._schedule.fwd_recv_ops, at), (self._schedule.bwd_recv_ops, behind)):
+            _wait_batch_p2p(received.pop(key, []))
+
+        def forward() -> None:
+            number, micro_batch = at
+            output = stages[number].forward_one_chunk(micro_batch, (), ctx.kwarg_mbs[micro_batch], False)
+            if number + 1 in stages:
+                stages[number + 1].set_local_fwd_input(output, micro_batch)
+
+        def backward() -> None:
+            number, micro_batch = behind
+            full = back.computation_type == type(back.computation_type).FULL_BACKWARD
+            counter = self._schedule.backward_counter
+            counter[number] += full
+            last = full and counter[number] == self._count
+            stages[number].backward_one_chunk(micro_batch, full_backward=full, last_backward=last)
+            if number - 1 in stages:
+                stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
+
+        if self._together is None:
+            forward()
+            backward()
+        else:
+            self._together(forward, backward)
 
 
 @cache
@@ -410,14 +449,26 @@ def pipeline_stage() -> Any:
         """torch's stage with buffers that are made when a tensor is to come, and freed after its backward."""
 
         def __init__(
-            self, number: int, stages: int, count: int, travels: int, device: torch.device, group: dist.ProcessGroup
+            self,
+            number: int,
+            stages: int,
+            count: int,
+            travels: int,
+            device: torch.device,
+            group: dist.ProcessGroup,
+            take: Any,
         ) -> None:
             one = (torch.empty(1),)
-            super().__init__(nn.Identity(), number, stages, device, input_args=one, output_args=one, group=group)
+            super().__init__(
+                nn.Identity(), number, stages, device, input_args=one, output_args=one, group=group, dw_builder=take
+            )
             self.count, self.travels = count, travels
 
-        def begin(self, forward: Any, like: Any, last: Any) -> None:
-            self.forward_of, self.like, self.last = forward, like, last
+        def begin(self, forward: Any, like: Any, before_last: Any, after_weights: Any) -> None:
+            self.forward_of, self.like = forward, like
+            self.before_last, self.after_weights = before_last, after_weights
+            self.dw_runner.clear()
+            self.losses: dict[int, Tensor] = {}
             self.has_backward, self.chunks = True, self.count
             self.args_recv_info, self.grad_recv_info = {}, {}
             after = [] if self.is_last else [self.stage_index + 1]
@@ -457,18 +508,68 @@ def pipeline_stage() -> Any:
             super().set_local_bwd_input(grads, micro_batch)
 
         def forward_maybe_with_nosync(self, *came: Tensor, micro_batch: int) -> Any:
-            return self.forward_of(self.stage_index, micro_batch, came)
+            output = self.forward_of(self.stage_index, micro_batch, came)
+            if self.is_last:
+                self.losses[micro_batch] = output
+            return output
 
         def backward_one_chunk(
             self, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
         ) -> None:
             if last_backward:
-                self.last(self.stage_index)
-            super().backward_one_chunk(number, loss, full_backward, last_backward)
+                self.before_last(self.stage_index)
+            super().backward_one_chunk(number, self.losses.pop(number, None), full_backward, last_backward)
             self.args_recv_info.pop(number, None)
             self.grad_recv_info.pop(number, None)
+            if full_backward and self.dw_builder is not None:
+                self.after_weights(self.stage_index, last_backward)
+
+        def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:
+            super().backward_weight_one_chunk(number, last_backward)
+            self.after_weights(self.stage_index, last_backward)
 
     return Stage
+
+
+def keep_sums(module: Any) -> None:
+    """Add gradients that came without a backward pass to those that `fully_shard` keeps, in the number type of its sums."""
+    for group in _parameter_groups(fsdp_state(module)):
+        for each in group.fsdp_params:
+            gradient = each._unsharded_param.grad if hasattr(each, "_unsharded_param") else None
+            if gradient is not None and each.unsharded_accumulated_grad is not None:
+                each.unsharded_accumulated_grad += gradient
+                each._unsharded_param.grad = None
+            elif gradient is not None:
+                each.to_accumulated_grad_if_needed()
+
+
+def hold_whole(model: Any) -> None:
+    """Gather all weights of a `fully_shard` model: they stay whole, and its hooks do nothing, until `sum_over_shards` of each module."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    fsdp_state(model)._lazy_init()
+    for module in filter(is_fully_sharded, model.modules()):
+        module.unshard()
+        fsdp_state(module)._training_state = TrainingState.PRE_BACKWARD
+
+
+def sum_over_shards(module: Any, root: bool = False) -> None:
+    """Sum the gradients that a `fully_shard` module keeps over its shards, outside of a backward pass; that of the root comes last.
+
+    Its weights are sharded again.
+    """
+    module.set_requires_gradient_sync(True, recurse=False)
+    module.unshard()
+    for group in _parameter_groups(fsdp_state(module)):
+        group.post_backward()
+    if root:
+        fsdp_state(module)._root_post_backward_final_callback()
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    # torch 2.13 can have several groups of parameters a module, 2.11 has one
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 # ---- the loader's processes

@@ -33,7 +33,8 @@ class Ledger:
     the order of the message, "unpack" received parts into the order of the results; an exchange makes at most one on each side. `copied`
     are the bytes that these passes move; tensors that are in the right order already add none. `by_link` are the bytes sent by (kind, axis,
     link): "inner" to ranks of the same node, "outer" to those of other nodes (`Axis.nodes`). `waiting` makes a context of each wait for
-    messages, of its place (`WAITED_AT`); None: waits are not timed.
+    messages, of its place (`WAITED_AT`); None: waits are not timed. `gives_way` is called before an exchange is waited for, while something
+    else may be computed.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Ledger:
         self.copied: Counter[tuple[str, str, str]] = Counter()  # bytes, likewise
         self.by_link: Counter[tuple[str, str, Link]] = Counter()  # (kind, axis, link)
         self.waiting: Callable[[str], AbstractContextManager[object]] | None = None
+        self.gives_way: Callable[[], None] | None = None
         self._watchers: list[tuple[frozenset[str], Ledger]] = []
 
     def add(

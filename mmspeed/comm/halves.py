@@ -90,6 +90,9 @@ class PendingExchange:
         if any(version_of(x) != version for x, version in self._watched):
             raise RuntimeError("a tensor was changed in place between start and finish of its exchange")
         underway, self._underway, self._watched = self._underway, None, []
+        gives_way = underway.axis.ledger.gives_way
+        if gives_way is not None and not underway.short:
+            gives_way()
         underway.wait()
         return underway.land()
 

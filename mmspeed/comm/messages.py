@@ -24,12 +24,13 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True)
 class Underway:
-    """An issued exchange. The tensors in `sent` must neither change nor be freed before `wait`."""
+    """An issued exchange. The tensors in `sent` must neither change nor be freed before `wait`. short: its messages are a few numbers."""
 
     axis: Axis
     works: list[Any]  # of torch.distributed
     sent: list[Tensor]
     land: Callable[[], tuple[Tensor, ...]]  # the results, once the messages have come
+    short: bool = False
 
     def wait(self) -> None:
         """Wait for the messages (`Axis.wait`)."""
@@ -182,7 +183,7 @@ class RowMove:
         works = _swap(flat, received.view(-1), lengths, [n * width for n in self.comes], axis)
         packs = int(not x_ZE.is_contiguous())
         axis.count(self.kind, [n * x_ZE.element_size() for n in lengths], packs, packed=packs * nbytes(flat))
-        return Underway(axis, works, [flat], lambda: (received,))
+        return Underway(axis, works, [flat], lambda: (received,), short=self.kind == "counts")
 
 
 def _swap(flat: Tensor, received: Tensor, sends: list[int], comes: list[int], axis: Axis) -> list[Any]:

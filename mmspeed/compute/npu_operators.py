@@ -175,7 +175,22 @@ def grouped_refuses(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> str:
 def grouped_product(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     """`out_RO` = `x W_g^T` of each group's rows. The last end must be R (unchecked)."""
     x_RI, weight_GOI = autocast_alike(x_RI, weight_GOI)
-    return _GroupedProduct.apply(x_RI.contiguous(), weight_GOI.contiguous(), ends_G.long())  # type: ignore[no-any-return]
+    weight_GOI = weight_GOI if weight_GOI.mT.is_contiguous() else weight_GOI.contiguous()
+    return _GroupedProduct.apply(x_RI.contiguous(), weight_GOI, ends_G.long())  # type: ignore[no-any-return]
+
+
+def outer_refuses(left_RO: Tensor, right_RI: Tensor, ends_G: Tensor) -> str:
+    """The reason why `grouped_outer` does not serve; "" where it does."""
+    like_GOI = left_RO.new_empty(len(ends_G), left_RO.shape[1], right_RI.shape[1], device="meta")
+    return grouped_refuses(right_RI, like_GOI, ends_G)
+
+
+def grouped_outer(left_RO: Tensor, right_RI: Tensor, ends_G: Tensor) -> Tensor:
+    """`out_GOI` = `left_g^T right_g` over each group's rows."""
+    ends_G = ends_G.long()
+    out_GOI = _grouped(left_RO.mT, right_RI, ends_G, BY_INNER)
+    without_rows_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1)) == 0
+    return out_GOI.masked_fill_(without_rows_G[:, None, None], 0)  # the kernel's description promises nothing of such
 
 
 def _grouped(left: Tensor, right: Tensor, ends_G: Tensor, groups_of: int) -> Tensor:
@@ -200,7 +215,5 @@ class _GroupedProduct(torch.autograd.Function):
         grad_RO = grads[0].contiguous()
         grad_GOI = None
         if of_weight:
-            grad_GOI = _grouped(grad_RO.mT, x_RI, ends_G, BY_INNER)
-            without_rows_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1)) == 0
-            grad_GOI.masked_fill_(without_rows_G[:, None, None], 0)  # the kernel's description promises nothing of such
+            grad_GOI = grouped_outer(grad_RO, x_RI, ends_G)
         return _grouped(grad_RO, weight_GOI, ends_G, BY_ROWS) if of_x else None, grad_GOI, None

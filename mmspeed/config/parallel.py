@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -12,16 +12,6 @@ from mmspeed.axes import DENSE, ITEMS, AxisName, AxisSizes, mesh_table, together
 from mmspeed.errors import UserError
 
 from .inputs import Section
-
-Schedule = Literal["auto", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-MANY = 1 << 16  # more stages than a device has
-
-
-def stages_for(schedule: Schedule) -> range:
-    """The numbers of stages of a device that a schedule of a pipeline is for."""
-    exact = {"1f1b": 1, "zb_h1": 1, "zbv": 2, "dualpipe_v": 2}.get(schedule)
-    return range(2 if schedule == "interleaved" else 1, MANY) if exact is None else range(exact, exact + 1)
 
 
 class BalanceConfig(Section):
@@ -49,6 +39,16 @@ class BalanceConfig(Section):
         return self.migrate_every + self.copies > 0
 
 
+_STAGES: dict[str, tuple[int, int | None]] = {  # of a device, at least and at most, by schedule
+    "1f1b": (1, 1),
+    "zb_h1": (1, 1),
+    "zbv": (2, 2),
+    "dualpipe_v": (2, 2),
+    "interleaved": (2, None),
+    "overlap": (2, None),
+}
+
+
 class ParallelConfig(Section):
     """Distribution of the model and its items over devices."""
 
@@ -66,7 +66,7 @@ class ParallelConfig(Section):
         ge=1,
         description="Stages of a device of `pp`, every `pp`-th of the model: the pipeline stands still for as many times less (interleaved 1F1B).",
     )
-    schedule: Schedule = Field(
+    schedule: Literal["auto", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "overlap"] = Field(
         "auto",
         description="Order in which the stages compute; `auto`: `interleaved` with `virtual` above 1, else `1f1b`. The others compute the gradients of inputs and of weights apart: `zb_h1` (one stage a device), `zbv` and `dualpipe_v` (two, the last one on the first device).",
     )
@@ -156,11 +156,11 @@ class ParallelConfig(Section):
             keys = {f"virtual {self.virtual}": self.virtual > 1, "extra_warmup": self.extra_warmup}
             key = next((key for key, given in keys.items() if given), f"schedule {self.schedule}")
             raise ValueError(f"{key} is for the stages of pp devices: set pp, or leave it out")
-        if self.virtual not in stages_for(self.schedule):
-            least, *more = stages_for(self.schedule)
-            fitting = " or ".join(name for name in SCHEDULES[1:] if self.virtual in stages_for(name))
+        if not self._holds(*_STAGES.get(self.schedule, (1, None))):
+            least, most = _STAGES[self.schedule]
+            fitting = " or ".join(name for name, numbers in _STAGES.items() if self._holds(*numbers))
             raise ValueError(
-                f"schedule {self.schedule} is for virtual {least}{' or more' if more else ''}, not {self.virtual}: set virtual {least}, or "
+                f"schedule {self.schedule} is for virtual {least}{'' if most else ' or more'}, not {self.virtual}: set virtual {least}, or "
                 f"schedule {fitting}"
             )
         if self.extra_warmup and self.schedule not in ("auto", "1f1b", "interleaved"):
@@ -177,6 +177,10 @@ class ParallelConfig(Section):
                 f"{key} goes with strategy fsdp or auto, which shard the experts, not with {self.strategy}"
             )
         return self
+
+    def _holds(self, least: int, most: int | None) -> bool:
+        """True where `virtual` is within these numbers."""
+        return least <= self.virtual <= (most or self.virtual)
 
     @property
     def sequence(self) -> int:

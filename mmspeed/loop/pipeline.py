@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy
 from mmspeed.parallel.stages import Stages, everywhere, stages_of
 from mmspeed.parallel.tensor import local, sum_together
+from mmspeed.parallel.turns import Turns
+from mmspeed.parallel.wgrad import keep_gradients, let_weights_wait, sum_gradients
 from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
-from mmspeed.torch_internals import PipelineActions, is_fully_sharded
+from mmspeed.torch_internals import PipelineActions, hold_whole, is_fully_sharded, sum_over_shards
 
 from .callbacks import BaseCallback
 from .runner import Call, Runner, RunRecord, SequentialRunner, TermsOf, noted
@@ -30,6 +31,9 @@ class PipelineRunner:
 
     def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
         self.model, self.stages, self.device, self.group = model, stages, device, stages.group
+        pipeline = stages.pipeline
+        self.gradients = let_weights_wait(model) if pipeline.splits or pipeline.overlaps else None
+        self.turns = Turns(stages.ledger, device, self._fill) if pipeline.overlaps else None
         self.batches = 0  # micro-batches of the last step
         self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
 
@@ -46,29 +50,55 @@ class PipelineRunner:
                 return out
             return noted(record, batch, terms(out), divisors, weight)
 
+        if self.gradients is not None:
+            self.gradients.take()  # of a step that an error ended
         self._synchronize(False)
+        if self.turns is not None and is_fully_sharded(
+            self.model
+        ):  # a pass must not free the weights that the other one uses
+            hold_whole(self.model)
         left = [len(self.stages.own)]
 
-        def last(stage: int) -> None:
+        def before_last(stage: int) -> None:
             left[0] -= 1
-            self._synchronize(True, stage, whole=left[0] == 0)
+            if self.gradients is None:
+                self._synchronize(True, stage, whole=left[0] == 0)
+
+        def after_weights(stage: int, last: bool) -> None:
+            (sum_gradients if last else keep_gradients)(self._blocks[stage])
 
         actions, self.batches = self._actions(len(batches)), len(batches)
         try:
-            actions.run(forward, lambda number: self.stages.shapes(lambda: call(window.look(number))), last)
+            actions.run(
+                forward,
+                lambda number: self.stages.shapes(lambda: call(window.look(number))),
+                before_last,
+                after_weights,
+                None if self.turns is None else self.turns.both,
+            )
         except RuntimeError as error:
-            if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
-                raise error.__cause__ from None
-            raise
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # torch tells of each error of a forward pass by one of its own
+        if self.gradients is not None:
+            assert not self.gradients.left
+            if is_fully_sharded(self.model):
+                sum_over_shards(self.model, root=True)
         self._sum_everywhere()
         return record
+
+    def _fill(self) -> None:
+        """Compute the gradients of weights that the backward pass has left so far."""
+        assert self.gradients is not None
+        self.gradients.take()()
 
     def _actions(self, count: int) -> PipelineActions:
         if count not in self._known:
             table = self.stages.pipeline.table(count)
+            take = None if self.gradients is None else self.gradients.take
             travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
             self._known[count] = PipelineActions(
-                table, self.stages.own, self.stages.count, count, travels, self.device, self.group
+                table, self.stages.own, self.stages.count, count, travels, self.device, self.group, take
             )
         return self._known[count]
 

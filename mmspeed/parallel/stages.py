@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmspeed.comm import broadcast_object
+from mmspeed.comm import Ledger, broadcast_object
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
 from mmspeed.plan.schedules import Pipeline, check_stages, stage_bounds
@@ -88,6 +88,7 @@ class Stages:
         self.pipeline, self.bounds, self.carries, self.group = pipeline, tuple(bounds), carries, group
         self.own = tuple(pipeline.own(dist.get_rank(group)))
         self.everywhere: tuple[str, ...] = ()
+        self.ledger = Ledger()  # of the exchanges within stages
         self.splits_in_blocks = False  # the plan splits tokens where a block gets them
         self.passing: Passing | None = None
 

@@ -17,7 +17,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 
 Kind = Literal["forward", "backward", "input", "weight"]
-ScheduleName = Literal["1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"]
+ScheduleName = Literal["1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "overlap"]
 SPLIT = ("zb_h1", "zbv", "dualpipe_v")  # schedules with passes for the gradients of weights alone
 
 
@@ -67,7 +67,7 @@ class Pipeline:
     def of(cls, config: ParallelConfig) -> Pipeline:
         """The pipeline of a run; of one rank where it has none."""
         schedule: ScheduleName = "interleaved" if config.schedule == "auto" else config.schedule
-        return cls(config.pp, config.virtual, int(config.extra_warmup), schedule)
+        return cls(config.pp, config.virtual, int(config.extra_warmup or schedule == "overlap"), schedule)
 
     @property
     def stages(self) -> int:
@@ -75,9 +75,19 @@ class Pipeline:
         return self.ranks * self.virtual
 
     @property
+    def overlaps(self) -> bool:
+        """True where the table has pairs."""
+        return self.schedule in ("dualpipe_v", "overlap")
+
+    @property
     def folded(self) -> bool:
         """True where stages go to the last rank and come back (V), so that the first rank also holds the last stage."""
         return self.schedule in ("zbv", "dualpipe_v")
+
+    @property
+    def splits(self) -> bool:
+        """True where the gradients of weights have passes of their own."""
+        return self.schedule in SPLIT
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
@@ -91,13 +101,15 @@ class Pipeline:
         """The actions of each rank, in order, for a step of that many micro-batches."""
         if self.schedule in SPLIT:
             raise UserError(f"parallel.schedule {self.schedule} is not there yet")
-        return interleaved(self.ranks, self.virtual, batches, self.more)
+        return interleaved(self.ranks, self.virtual, batches, self.more, pairs=self.schedule == "overlap")
 
 
-def interleaved(ranks: int, virtual: int, batches: int, more: int = 0) -> list[list[Action | Pair]]:
+def interleaved(
+    ranks: int, virtual: int, batches: int, more: int = 0, pairs: bool = False
+) -> list[list[Action | Pair]]:
     """The table of interleaved 1F1B, with `more` forward passes before the first backward than it needs.
 
-    One more lets each forward overlap with a backward of another micro-batch, as in DualPipe, with half its weights.
+    One more lets each forward overlap with a backward of another micro-batch, as in DualPipe, with half its weights: with `pairs` they are.
     """
     count = max(1, batches // ranks)
     sizes = [batches // count + (group < batches % count) for group in range(count)]
@@ -111,7 +123,8 @@ def interleaved(ranks: int, virtual: int, batches: int, more: int = 0) -> list[l
         warm = min(len(forward), (2 * ahead + (virtual - 1) * sizes[0] if virtual > 1 else ahead) + more)
         forwards = [Action("forward", chunk * ranks + rank, batch) for chunk, batch in forward]
         backwards = [Action("backward", chunk * ranks + rank, batch) for chunk, batch in backward]
-        steady = itertools.chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
+        both = list(zip(forwards[warm:], backwards, strict=False))
+        steady = [Pair(*each) for each in both] if pairs else itertools.chain.from_iterable(both)
         table.append([*forwards[:warm], *steady, *backwards[len(forward) - warm :]])
     return table
 

@@ -19,6 +19,7 @@ from mmspeed.compute.autocast import autocast_alike, without_autocast
 from mmspeed.compute.operators.grouped import grouped_product
 from mmspeed.compute.operators.permutation import combine, order_by_expert, permute
 from mmspeed.compute.operators.swiglu import swiglu
+from mmspeed.compute.wgrad import Leaves
 from mmspeed.graphs import outside_graphs
 from mmspeed.models.language.config import DecoderSettings, ExpertSettings
 from mmspeed.protocols.model import StateRule
@@ -173,7 +174,7 @@ class Part(nn.Module):
         return run(*args)
 
 
-class Experts(nn.Module):
+class Experts(Leaves):
     """MLPs of which each token uses some; their weights lie one behind the other."""
 
     def __init__(self, width: int, settings: ExpertSettings) -> None:
@@ -187,14 +188,15 @@ class Experts(nn.Module):
     ) -> Tensor:
         """The weighted sum of each token's experts; and of `beside(x_TE)`, an MLP of all tokens, as of `ModelPlan.experts`."""
         order = order_by_expert(expert_TK, len(self.down_proj))
+        grouped = grouped_product if self._gradients is None else self._gradients.grouped
 
         def up(x_TE: Tensor) -> Tensor:
-            product: Tensor = grouped_product(permute(x_TE, order), self.gate_up_proj, order.ends_G)
+            product: Tensor = grouped(permute(x_TE, order), self.gate_up_proj, order.ends_G)
             return product
 
         def down(hidden_RJ: Tensor, weights_R: Tensor) -> Tensor:
             hidden_RI = swiglu(*hidden_RJ.chunk(2, dim=-1)) * weights_R[:, None]
-            product: Tensor = grouped_product(hidden_RI.to(x_TE.dtype), self.down_proj, order.ends_G)
+            product: Tensor = grouped(hidden_RI.to(x_TE.dtype), self.down_proj, order.ends_G)
             return product
 
         hidden_RJ = self.dispatch(up, x_TE)

@@ -24,9 +24,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.utils.data import DataLoader
 
 from mmspeed import torch_internals as internals
+from mmspeed.compute.wgrad import LeavingLinear, WeightGradients
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
+from mmspeed.mixin import mix_in
 from mmspeed.parallel import take_float32_gradients
 from mmspeed.plan.schedules import Pipeline
 from tests.support.graphs import CountingBackend
@@ -347,6 +349,35 @@ def test_sum_in_float32() -> None:
         layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
     assert dtypes == [torch.bfloat16, torch.float32]
+
+
+def shards_after(waits: bool) -> list[Any]:
+    """The summed shards of two micro-batches' gradients, in bfloat16 with sums in float32; of weights that wait, or by backward alone."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    gradients = WeightGradients()
+    if waits:
+        mix_in(model[1], LeavingLinear)._gradients = gradients
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for number in range(3):
+        model.set_requires_gradient_sync(not waits and number == 2)
+        x = torch.arange(16.0).reshape(2, 8) / (8 + number + dist.get_rank())
+        model(x.requires_grad_()).square().sum().backward()
+        gradients.take()()
+        internals.keep_sums(model[1])
+    if waits:
+        internals.sum_over_shards(model[1])
+        internals.sum_over_shards(model, root=True)
+    return [cast(DTensor, p.grad).to_local().tolist() for p in model.parameters()]
+
+
+def test_sums_over_shards_outside_of_a_backward_pass() -> None:
+    assert run_ranks(shards_after, 2, True) == run_ranks(shards_after, 2, False)
 
 
 def test_sum_in_float32_of_an_unknown_torch() -> None:

@@ -75,8 +75,36 @@ def _grouped_refuses(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> str:
     for width in weight_GOI.shape[1:]:
         if width * x_RI.dtype.itemsize % ALIGNMENT:
             return f"rows of {width} x {x_RI.dtype.itemsize} bytes are no multiple of {ALIGNMENT} bytes"
-    return "" if x_RI.is_contiguous() and weight_GOI.is_contiguous() else "an input is not contiguous"
+    dense = weight_GOI.is_contiguous() or weight_GOI.mT.is_contiguous()
+    return "" if x_RI.is_contiguous() and dense else "an input is not contiguous"
 
+
+@outside_graphs
+def looped_outer(left_RO: Tensor, right_RI: Tensor, ends_G: Tensor) -> Tensor:
+    """The products of the columns of two matrices over each group's rows, `out_GOI` = `left_g^T right_g`: gradients of `looped_product`."""
+    ends = ends_G.tolist()
+    pairs = zip([0, *ends[:-1]], ends, strict=True)
+    return torch.stack([left_RO[start:end].mT @ right_RI[start:end] for start, end in pairs])
+
+
+def outer_mm(left_RO: Tensor, right_RI: Tensor, ends_G: Tensor) -> Tensor:
+    """`looped_outer` in one call of `F.grouped_mm`."""
+    return F.grouped_mm(left_RO.mT, right_RI, offs=ends_G.to(torch.int32))
+
+
+def _outer_refuses(left_RO: Tensor, right_RI: Tensor, ends_G: Tensor) -> str:
+    like_GOI = left_RO.new_empty(0, left_RO.shape[1], right_RI.shape[1])
+    return _grouped_refuses(right_RI, like_GOI, ends_G)
+
+
+grouped_outer = Operator(
+    "grouped_outer",
+    (
+        Implementation("fused", npu_operators.grouped_outer, npu_operators.outer_refuses),
+        Implementation("grouped_mm", outer_mm, _outer_refuses),
+        Implementation("loop", looped_outer),
+    ),
+)
 
 grouped_product = Operator(
     "grouped_product",

@@ -25,6 +25,7 @@ from mmspeed.comm import Axis, RowCounts, all_gather, all_to_all, even_sizes, sw
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.heads import TokenHead
 from mmspeed.compute.operators.cross_entropy import linear_log_sums, losses_of
+from mmspeed.compute.wgrad import Leaves
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.memory.chunks import is_plain_linear
@@ -151,7 +152,7 @@ class HasRole(nn.Module):
     _linear: LinearBoundary
 
 
-class HoldsPart(nn.Linear):
+class HoldsPart(Leaves, nn.Linear):
     """A linear layer of which this process holds a part of the weight.
 
     _bias_share: the factor of its bias, where all processes add the bias to one sum. _joined: for a row layer whose input concatenates
@@ -171,6 +172,11 @@ class HoldsPart(nn.Linear):
         weight = local(self.weight)
         return (weight if self._joined is None else self._joined.needed(weight)), bias
 
+    def product(self, x: Tensor) -> Tensor:
+        """The product with them."""
+        weight, bias = self.applied_weights()
+        return F.linear(x, weight, bias) if self._gradients is None else self._gradients.linear(x, weight, bias)
+
 
 def was_used(layer: nn.Module) -> bool:
     """True where a forward has computed with a layer's part of its weight, or with a part of its adapters'."""
@@ -181,7 +187,7 @@ class SplitWeight(HoldsPart):
     """Mixed in before a linear layer's own class: computes with this process's part of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.applied_weights())
+        return self.product(x)
 
 
 class SplitPreparingLinear(HasRole, HoldsPart):
@@ -194,7 +200,7 @@ class SplitPreparingLinear(HasRole, HoldsPart):
 
     def project(self, x: Tensor) -> Tensor:
         """The product with this process's part of the weight."""
-        return F.linear(x, *self.applied_weights())
+        return self.product(x)
 
 
 class Entering(nn.Module):

@@ -1,0 +1,129 @@
+"""Gradients of weights that wait: the backward pass of a product gives the gradient of its input, and leaves that of its weight for later.
+
+So a stage of a pipeline sends the gradient of its input on first (zero bubble: Qi et al. 2023). A product's input and the gradient of its
+output are kept until then; both are what backward has at hand anyway, so that memory policies give back nothing twice.
+
+Legend: R rows, I width of the input, O width of the output, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .autocast import autocast_alike
+from .operators.grouped import grouped_outer, grouped_product
+
+
+class WeightGradients:
+    """The gradients of weights that wait, of one model."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def __deepcopy__(self, memo: Any) -> WeightGradients:
+        return self
+
+    def linear(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """`F.linear`."""
+        if not self._can_wait(x, weight_OI):
+            return F.linear(x, weight_OI, bias_O)
+        x, weight_OI, *bias = autocast_alike(x, weight_OI, *([] if bias_O is None else [bias_O]))
+        out: Tensor = _Linear.apply(x, bias[0] if bias else None, (weight_OI,), self)  # type: ignore[no-untyped-call]
+        return out
+
+    def grouped(self, x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+        """`grouped_product`."""
+        if not self._can_wait(x_RI, weight_GOI):
+            return grouped_product(x_RI, weight_GOI, ends_G)
+        x_RI, weight_GOI = autocast_alike(x_RI, weight_GOI)
+        out: Tensor = _Grouped.apply(x_RI, ends_G, (weight_GOI,), self)  # type: ignore[no-untyped-call]
+        return out
+
+    def _can_wait(self, x: Tensor, weight: Tensor) -> bool:
+        # weights are hidden from autograd, which would add zeros to them: without a gradient of x nothing would call the backward
+        return torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
+
+    @property
+    def left(self) -> int:
+        """The number of gradients left since the last `take`."""
+        return len(self._left)
+
+    def leave(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+        """Leave a weight's gradient for `take`."""
+        self._left.append((weight, gradient))
+
+    def take(self) -> Callable[[], None]:
+        """A function that computes the gradients left since the last call and adds them to their parameters."""
+        left, self._left = self._left, []
+
+        def compute() -> None:
+            while left:
+                weight, gradient = left.pop(0)
+                with torch.no_grad():
+                    value = gradient()
+                torch.autograd.backward(weight, value)
+
+        return compute
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias_O: Tensor | None, weight: tuple[Tensor], gradients: WeightGradients
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        (ctx.weight,), ctx.gradients = weight, gradients
+        return F.linear(x, *weight, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight_OI = ctx.saved_tensors, ctx.weight
+        x_RI, grad_RO = x.flatten(0, -2), grads[0].flatten(0, -2)
+        ctx.gradients.leave(weight_OI, lambda: grad_RO.mT @ x_RI)
+        of_bias = grad_RO.sum(0) if ctx.needs_input_grad[1] else None
+        return (grad_RO @ weight_OI).view_as(x), of_bias, None, None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, ends_G: Tensor, weight: tuple[Tensor], gradients: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x_RI, ends_G)
+        (ctx.weight,), ctx.gradients = weight, gradients
+        out_RO: Tensor = grouped_product(x_RI, *weight, ends_G)
+        return out_RO
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x_RI, ends_G), weight_GOI, grad_RO = ctx.saved_tensors, ctx.weight, grads[0].contiguous()
+        ctx.gradients.leave(weight_GOI, lambda: grouped_outer(grad_RO, x_RI, ends_G))
+        return grouped_product(grad_RO, weight_GOI.mT, ends_G), None, None, None
+
+
+class Leaves(nn.Module):
+    """A module whose products can leave the gradients of their weights."""
+
+    _gradients: WeightGradients | None = None
+
+
+class LeavingLinear(Leaves, nn.Linear):
+    """Mixed in before a linear layer."""
+
+    _gradients: WeightGradients
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._gradients.linear(x, self.weight, self.bias)
+
+
+class LeavingProjection(Leaves, nn.Linear):
+    """Mixed in before a linear layer that prepares its input."""
+
+    _gradients: WeightGradients
+
+    def project(self, x: Tensor) -> Tensor:
+        """The product."""
+        return self._gradients.linear(x, self.weight, self.bias)
