@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mmspeed.cli.failures import describe
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainCallback, TrainPipeline
@@ -84,6 +86,34 @@ def test_a_signal_within_a_step_stops_a_pipeline_and_the_run_goes_on(home: Path)
 
 
 # -- processes
+
+
+class Full(TrainCallback):
+    """Has no memory left in the second process, while the third step's micro-batches are in flight."""
+
+    def on_step(self, event: StepEvent) -> None:
+        if event.step == 2 and event.rank == 1:
+            model: Any = event.models["model"]
+            model.layers[1].mlp.register_forward_pre_hook(self._fail)
+
+    def _fail(self, *_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def told(folder: str) -> str:
+    """What a run says when a process has no memory left."""
+    run = config(Path(folder), "name=full", *FOUR, *LAYOUTS["virtual"])
+    try:
+        TrainPipeline(run, callbacks=[Full()]).run()
+    except Exception as error:
+        return describe(error).text
+    return ""
+
+
+def test_an_error_within_a_pass_is_told_as_by_one_process(home: Path) -> None:
+    first, second = run_ranks(told, 2, str(home))
+    assert first.startswith("error: lost the connection to another rank"), first
+    assert "out of memory" in second and "internal error" not in second, second
 
 
 # Python runs it before its command: the last process acts in its thirtieth pass, with micro-batches in flight
