@@ -198,6 +198,11 @@ class ParallelConfig(Section):
         return self.ep * self.etp
 
     @property
+    def through(self) -> int:
+        """Devices that an item passes through: those that compute it together, in each stage of a pipeline."""
+        return self.pp * self.group
+
+    @property
     def divides_models(self) -> bool:
         """True where devices hold other experts, or other blocks, of one model."""
         return self.expert_devices > 1 or self.pp > 1
@@ -213,7 +218,7 @@ class ParallelConfig(Section):
 
     def groups(self, world: int) -> int:
         """The groups of devices of a run that compute different items."""
-        return max(1, self.dealt(world) // self.group)
+        return max(1, world // self.through)
 
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
@@ -257,7 +262,7 @@ class ParallelConfig(Section):
 
     def check_world(self, world: int) -> None:
         """Raise UserError if the groups of devices, or those that share experts, do not divide the processes of a run."""
-        if world % (self.pp * self.group):
+        if world % self.through:
             raise UserError(
                 f"parallel: {self.together_in_words()} does not divide the {world} processes of this run; change one, or --nproc"
             )

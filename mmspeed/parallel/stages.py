@@ -80,13 +80,15 @@ class Passing:
 class Stages:
     """The stages of one model on one process.
 
-    own: their numbers. bounds: the blocks of every stage. group: of the processes with the other stages. everywhere: the names of
+    own: their numbers. bounds: the blocks of every stage. numbers: those of all stages' parameters, and of them those that train. group: of
+    the processes with the other stages. everywhere: the names of
     parameters that every stage holds.
     """
 
     def __init__(self, pipeline: Pipeline, bounds: Sequence[range], carries: Carries, group: dist.ProcessGroup) -> None:
         self.pipeline, self.bounds, self.carries, self.group = pipeline, tuple(bounds), carries, group
         self.own = tuple(pipeline.own(dist.get_rank(group)))
+        self.numbers = (0, 0)
         self.everywhere: tuple[str, ...] = ()
         self.ledger = Ledger()  # of the exchanges within stages
         self.splits_in_blocks = False  # the plan splits tokens where a block gets them
@@ -313,6 +315,7 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeli
     parts = stage_bounds(len(units), pipeline.stages)
     bounds = [range(units[part.start].start, units[part.stop - 1].stop) for part in parts]
     stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group)
+    stages.numbers = count_parameters(model)
     of_blocks = [entry for block in plan.blocks for entry in plan.inputs.get(block.name, {}).items()]
     stages.splits_in_blocks = any(name in plan.carried and isinstance(each, Split) for name, each in of_blocks)
     held = {place for stage in stages.own for place in bounds[stage]}
@@ -338,6 +341,14 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeli
     stages.everywhere = tuple(name for name, _ in model.named_parameters() if not is_within(name, apart))
     vars(model)["_stages"] = stages
     return stages
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """The numbers of a model's parameters, and of those that train; of all its stages."""
+    if (stages := stages_of(model)) is not None:
+        return stages.numbers
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
 
 
 def everywhere(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,6 @@ from mmspeed.protocols import (
     Models,
     RunPlace,
     RunWork,
-    ShapeClass,
     StepData,
     blocks_of,
     shape_words,
@@ -70,10 +69,7 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
         ]
         work = _report_steps(report, config, task, place)
         worlds = _report_ranks(report, config, task, ranks)
-    works = [
-        replace(work, world=world, items=_shares(work.items, world), micro_batches=count)
-        for world, count in (worlds.items() if work is not None else ())
-    ]
+    works = [] if work is None else [_on(work, *each) for each in worlds.items()]
     report.lines_ += run_lines(config, task, works)
     _report_run(report, config)
     return report
@@ -94,9 +90,10 @@ def _model_line(task: Task, role: str, model: nn.Module, learns: bool) -> str:
     return f"{role}: {type(model).__name__}, {blocks} block{'s'[: blocks != 1]}, {numbers:,} parameters, {share}"
 
 
-def _shares(items: Mapping[ShapeClass, float], world: int) -> dict[ShapeClass, float]:
-    """A device's equal share of items."""
-    return {shape: count / world for shape, count in items.items()}
+def _on(work: RunWork, world: int, micro_batches: int) -> RunWork:
+    """The work of one device on several, each with an equal share."""
+    items = {shape: count / world for shape, count in work.items.items()}
+    return replace(work, world=world, items=items, micro_batches=micro_batches)
 
 
 def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunPlace) -> RunWork | None:

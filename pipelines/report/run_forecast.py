@@ -68,7 +68,7 @@ def _training(config: RunConfig, task: Task, work: RunWork, measured: StepTime |
     rates = _peaks(config) if measured is None else [("", measured.flops)]
     times = " or ".join(f"about {_duration(flops / rate)}{where}" for where, rate in rates)
     more = ", without exchanges" if work.world > 1 else ""
-    if config.parallel.pp > 1:
+    if Pipeline.of(config.parallel).ranks > 1:
         more += f" and the {_standstill(config, work):.0%} for which the pipeline stands still"
     return (
         f"training on {work.world:,} device{'s'[: work.world != 1]}: {config.train.steps:,} steps, {_epochs(work.epochs)} of "
@@ -111,13 +111,13 @@ def _cautions(
     config: RunConfig, task: Task, works: Sequence[RunWork], plan: MemoryPlan | None, measured: StepTime | None
 ) -> list[str]:
     """Sentences about pipelines that stand still, many epochs, and heads whose width attention kernels pad."""
-    found, parallel = [], config.parallel
-    for work in works if parallel.pp > 1 else ():
+    found, pipeline = list[str](), Pipeline.of(config.parallel)
+    for work in works if pipeline.ranks > 1 else ():
         if (idle := _standstill(config, work)) > MOST_STANDSTILL:
-            steps = f"{work.micro_batches:.1f}".removesuffix(".0")
+            count = f"{work.micro_batches:.1f}".removesuffix(".0")
             found.append(
-                f"a step on {work.world:,} devices has {steps} micro-batch{'es'[: 2 * (steps != '1')]}, and parallel.pp {parallel.pp} stands still "
-                f"for {idle:.0%} of it: lower train.micro_batch_size, or make steps larger, up to {4 * parallel.pp} micro-batches"
+                f"a step on {work.world:,} devices has {count} micro-batch{'es'[: 2 * (count != '1')]}, and parallel.pp {pipeline.ranks} stands "
+                f"still for {idle:.0%} of it: lower train.micro_batch_size, or make steps larger, up to {4 * pipeline.ranks} micro-batches"
             )
     if works and (epochs := works[0].epochs) > MANY_EPOCHS:
         steps = round(config.train.steps * MANY_EPOCHS / epochs)

@@ -272,7 +272,7 @@ class ScheduleForecast:
 
 def usual_worlds(config: Config) -> tuple[int, ...]:
     """The default number of devices to show: those of this machine, or as many as the layout needs."""
-    return (devices_here(config.device.kind, config.parallel.pp * config.parallel.group),)
+    return (devices_here(config.device.kind, config.parallel.through),)
 
 
 def forecast_schedule(
@@ -301,9 +301,9 @@ def forecast_schedule(
     spans = [*itertools.pairwise(min(step, config.train.steps) for step in starts)]
     by_world = []
     for world in worlds:
-        if world % (parallel.pp * parallel.group):
+        if world % parallel.through:
             raise UserError(
-                f"{world} devices are not a multiple of the {parallel.pp * parallel.group} of {parallel.together_in_words()}"
+                f"{world} devices are not a multiple of the {parallel.through} of {parallel.together_in_words()}"
             )
         buckets = {bucket for bucket, _ in sizes}
         batching = make_batching(

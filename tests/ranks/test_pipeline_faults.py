@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -81,6 +82,11 @@ def signalled(folder: str, stops: bool) -> int:
 def test_a_signal_within_a_step_stops_a_pipeline_and_the_run_goes_on(home: Path) -> None:
     TrainPipeline(config(home, "name=not-signalled", *FOUR, *BALANCED)).run()
     assert run_ranks(signalled, 2, str(home), True) == [3, 3]
+    facts = [
+        json.loads((config(home, f"name={name}").run_dir / "run.json").read_text())
+        for name in ("signalled", "not-signalled")
+    ]
+    assert facts[0]["parameters"] == facts[1]["parameters"]  # of all stages
     assert run_ranks(signalled, 2, str(home), False) == [8, 8]
     assert losses(home, "signalled") == pytest.approx(losses(home, "not-signalled"), rel=2e-5)
 
