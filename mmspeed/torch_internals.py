@@ -337,7 +337,7 @@ class PipelineActions:
     """A table of a pipeline in torch's runtime, whose stages get receive buffers of each micro-batch's own shapes.
 
     torch's stages take the shapes of their first step, and abort at others. `forward(stage, micro-batch, tensors that came)` returns what
-    goes on, or the loss; `like(micro-batch)` tensors as those that travel; `before_last(stage)` is called before
+    goes on, or the loss; `like(stage, micro-batch)` tensors as those that come to a stage; `before_last(stage)` is called before
     a stage's last backward pass in one, `after_weights(stage, whether it was the last)` after gradients of weights that were left.
     """
 
@@ -385,7 +385,7 @@ class PipelineActions:
     def run(
         self,
         forward: Callable[[int, int, tuple[Tensor, ...]], Any],
-        like: Callable[[int], Sequence[Tensor]],
+        like: Callable[[int, int], Sequence[Tensor]],
         before_last: Callable[[int], None],
         after_weights: Callable[[int, bool], None] = lambda stage, last: None,
         together: Callable[[Callable[[], None], Callable[[], None]], None] | None = None,
@@ -489,7 +489,9 @@ def pipeline_stage() -> Any:
         def get_fwd_recv_ops(self, micro_batch: int) -> Any:
             if self.is_first:
                 return []
-            self.args_recv_info[micro_batch] = self._room(self.like(micro_batch), self.stage_index - 1, False)
+            self.args_recv_info[micro_batch] = self._room(
+                self.like(self.stage_index, micro_batch), self.stage_index - 1, False
+            )
             return super().get_fwd_recv_ops(micro_batch)
 
         def get_bwd_recv_ops(self, micro_batch: int) -> Any:

@@ -71,7 +71,7 @@ class PipelineRunner:
         try:
             actions.run(
                 forward,
-                lambda number: self.stages.shapes(lambda: call(window.look(number))),
+                lambda stage, number: self.stages.shapes(stage, lambda: call(window.look(number))),
                 before_last,
                 after_weights,
                 None if self.turns is None else self.turns.both,

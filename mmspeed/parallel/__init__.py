@@ -19,6 +19,7 @@ from mmspeed.protocols.plan import ModelPlan, blocks_of, plan_of
 from mmspeed.replay import recorded_modules
 
 from .boundaries.apply import Boundaries, is_spread, make_layout, sequence_parallel, token_layout, uncrossed
+from .boundaries.boundary import BetweenStages
 from .boundaries.layout import TokenLayout
 from .boundaries.record import Sequences
 from .data_parallel import (
@@ -135,15 +136,12 @@ def parallelize(
             compile_forward(block, backend=backend)
     if boundaries is not None:  # outside of checkpointing and graphs: the inputs and outputs of blocks and of the model
         boundaries.put_around()
+        if stages is not None:
+            stages.tokens = BetweenStages(boundaries.sequences)
     if compute_dtype != torch.float32:  # around the whole model, so that training, validation and sampling agree
         autocast(model, compute_dtype)
     if stages is not None:
         mix_in(model, StageModel, rename=False)
-        if layout.size > 1 and stages.splits_in_blocks:
-            raise UserError(
-                f"parallel.pp with tp, ulysses or ring: {type(model).__name__} splits its tokens in its first block, which only the first "
-                "stage has; use pp with fsdp alone"
-            )
         if strategy != "fsdp":
             raise UserError(f"parallel.pp goes with parallel.strategy fsdp, not with {strategy}")
     if strategy == "none":

@@ -24,6 +24,8 @@ from mmspeed.mixin import mix_in
 from mmspeed.plan.schedules import Pipeline, check_stages, stage_bounds
 from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, is_within, kept_plan, plan_of
 
+from .boundaries.boundary import BetweenStages
+
 
 class HandedOver(BaseException):  # noqa: N818 -- no error: nothing between here and the runner may take it
     """Ends a call of a model behind its stage. `tensors`: what goes to the next one."""
@@ -69,10 +71,10 @@ class BlockPlace:
 
 @dataclass
 class Passing:
-    """A call of a model for one stage. blocks: those of it; None: only the shapes of what travels are asked for."""
+    """A call of a model for one stage. blocks: those of it. come: what the stage before gave; None: only its shapes are asked for."""
 
-    blocks: range | None
-    come: Sequence[Tensor] = ()
+    blocks: range
+    come: Sequence[Tensor] | None = ()
     sums: list[Tensor] = field(default_factory=list)
     ended: bool = False
 
@@ -90,8 +92,8 @@ class Stages:
         self.own = tuple(pipeline.own(dist.get_rank(group)))
         self.numbers = (0, 0)
         self.everywhere: tuple[str, ...] = ()
+        self.tokens: BetweenStages | None = None  # of a model whose tokens several processes share
         self.ledger = Ledger()  # of the exchanges within stages
-        self.splits_in_blocks = False  # the plan splits tokens where a block gets them
         self.passing: Passing | None = None
 
     def __deepcopy__(self, memo: Any) -> Stages:
@@ -111,9 +113,9 @@ class Stages:
         finally:
             self.passing = None
 
-    def shapes(self, call: Callable[[], Any]) -> list[Tensor]:
-        """Tensors like those that travel for a micro-batch, without values; `call`: the call of the model."""
-        passing = Passing(None)
+    def shapes(self, stage: int, call: Callable[[], Any]) -> list[Tensor]:
+        """Tensors like those that come to a stage for a micro-batch, without values; `call`: the call of the model."""
+        passing = Passing(self.bounds[stage], None)
         with self.call(passing), torch.no_grad():
             try:
                 call()
@@ -134,12 +136,13 @@ class Stages:
         if torch.is_grad_enabled():
             raise RuntimeError("a model in stages is trained by its runner alone")
         rank_of = self.pipeline.rank_of
-        like = self.shapes(call) if self.own != (0,) else []
         tensors: Sequence[Tensor] = ()
         result: Any = None
         for stage in self.own:
             if stage and stage - 1 not in self.own:
-                tensors = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in like]
+                tensors = [
+                    torch.empty_like(each, memory_format=torch.contiguous_format) for each in self.shapes(stage, call)
+                ]
                 for tensor in tensors:
                     dist.recv(tensor, group=self.group, group_src=rank_of(stage - 1))
             result = tensors = self.run_stage(stage, tensors, call)
@@ -152,8 +155,7 @@ class Stages:
         if ends:
             parts = [part.contiguous() for part in parts]
         else:
-            device = like[0].device if like else tensors[0].device
-            parts = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _tensors_of(form)]
+            parts = [torch.empty(shape, dtype=dtype, device=tensors[0].device) for shape, dtype in _tensors_of(form)]
         for part in parts:
             dist.broadcast(part, group=self.group, group_src=last)
         return result if ends else _output(form, iter(parts))
@@ -162,12 +164,18 @@ class Stages:
         self, at: BlockPlace, args: Sequence[Any], kwargs: dict[str, Any], compute: Callable[..., Any] | None
     ) -> Any:
         """Compute a block, pass it by, or end the call. compute: None for a block of another process."""
-        passing, place, given = self.passing, at.number, dict(zip(at.arguments, args, strict=False)) | kwargs
-        values = [given[name] for name in self.carries.arguments]
+        passing, place = self.passing, at.number
         if passing is None:
             raise RuntimeError("a model in stages is called by its runner alone")
-        if passing.blocks is None:
+        if place == 0 and self.tokens is not None:
+            args, kwargs = self.tokens.enter(at.arguments, tuple(args), kwargs)
+        given = dict(zip(at.arguments, args, strict=False)) | kwargs
+        values = [given[name] for name in self.carries.arguments]
+        if passing.come is None:
             passing.ended = True
+            if self.tokens is not None:
+                named = zip(self.carries.arguments, values, strict=True)
+                values = [self.tokens.left_by(passing.blocks.start - 1, name, value) for name, value in named]
             raise HandedOver((*values, *self._sum_like(values[0], given)))
         if place >= passing.blocks.stop:
             passing.ended = True
@@ -316,16 +324,11 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeli
     bounds = [range(units[part.start].start, units[part.stop - 1].stop) for part in parts]
     stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group)
     stages.numbers = count_parameters(model)
-    of_blocks = [entry for block in plan.blocks for entry in plan.inputs.get(block.name, {}).items()]
-    stages.splits_in_blocks = any(name in plan.carried and isinstance(each, Split) for name, each in of_blocks)
     held = {place for stage in stages.own for place in bounds[stage]}
     last = len(bounds) - 1 in stages.own
     behind = (*plan.after, *_around_blocks(model, plan))
     others = [block.name for place, block in enumerate(plan.blocks) if place not in held]
-    before = [None, *(block.attends for block in plan.blocks)]
-    following = tuple(replace(block, follows=at) for block, at in zip(plan.blocks, before, strict=False))
-    whole = replace(plan, blocks=following, attends=plan.attends_all)
-    kept = kept_plan(model, whole, others if last else (*others, *behind))
+    kept = kept_plan(model, _plan_of_stages(model, plan), others if last else (*others, *behind))
     for place, block in enumerate(plan.blocks):
         module = model.get_submodule(block.name)
         at = BlockPlace.of(place, base_of_adapters(module))
@@ -341,6 +344,22 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeli
     stages.everywhere = tuple(name for name, _ in model.named_parameters() if not is_within(name, apart))
     vars(model)["_stages"] = stages
     return stages
+
+
+def _plan_of_stages(model: nn.Module, plan: ModelPlan) -> ModelPlan:
+    """The plan of a model whose tokens are split where they enter the blocks, in whatever stage, and of whose blocks some may be gone."""
+    named, first = kept_plan(model, plan, ()), plan.blocks[0].name
+    of_first = named.inputs.get(first, {})
+    entering = {name: what for name, what in of_first.items() if name in plan.carried and isinstance(what, Split)}
+    inputs = {**named.inputs, first: {name: what for name, what in of_first.items() if name not in entering}}
+    before = [None, *(block.attends for block in plan.blocks)]
+    return replace(
+        named,
+        blocks=tuple(replace(block, follows=at) for block, at in zip(named.blocks, before, strict=False)),
+        attends=plan.attends_all,
+        entering=entering,
+        inputs={name: own for name, own in inputs.items() if own},
+    )
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -1,14 +1,22 @@
 """Schedules of a pipeline as tables: the actions of each rank in order. The table that runs is the table that is simulated.
 
-A rank holds `virtual` stages, every P-th of them (interleaved: Narayanan et al. 2021); with one stage each it is 1F1B (PipeDream-Flush).
-Micro-batches come in groups as even as they can be, larger first: so any number of them keeps the bubble (P - 1) x (F + B) / virtual.
+- `1f1b` (PipeDream-Flush) has one stage a rank; `interleaved` (Narayanan et al. 2021) `virtual`, every P-th of them. Micro-batches come in groups
+  as even as they can be, larger first: so any number of them keeps the bubble (P - 1) x (F + B) / virtual.
+- `overlap` is `interleaved` with one more warm-up, whose forward and backward passes are pairs.
+- `zb_h1` (Qi et al. 2024) is 1F1B whose passes for weights fill gaps: bubble (P - 1) x (F + I - W), P micro-batches in flight on each rank.
+- `zbv` (Qi et al. 2024) has two stages a rank, which go to the last rank and come back: bubble (P - 1) x max(I, 2 I - 2 W) where I >= F;
+  2 P of a rank's passes are in flight, as much as P of `zb_h1`.
+- `dualpipe_v` (DeepSeek 2025) lies as `zbv` and overlaps forward with backward passes: bubble (P - 1) x (F&B + B - 3 W) where F = I;
+  2 P + 1 are in flight.
 
-Legend: P ranks, M micro-batches.
+Legend: P ranks, M micro-batches; F, B, I, W a stage's forward, backward, input's and weights' pass (B = I + W, W at most F and I), F&B a pair.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +26,6 @@ from mmspeed.errors import UserError
 
 Kind = Literal["forward", "backward", "input", "weight"]
 ScheduleName = Literal["1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "overlap"]
-SPLIT = ("zb_h1", "zbv", "dualpipe_v")  # schedules with passes for the gradients of weights alone
 
 
 @dataclass(frozen=True)
@@ -97,11 +104,19 @@ class Pipeline:
         """The stages of a rank, in the model's order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
+    @property
+    def least(self) -> int:
+        """The fewest micro-batches that fill the schedule: a step of fewer runs a shorter table over the same stages, and stands still for more of it."""
+        return {"zb_h1": self.ranks, "zbv": 2 * self.ranks - 1, "dualpipe_v": 2 * self.ranks}.get(self.schedule, 1)
+
     def table(self, batches: int) -> list[list[Action | Pair]]:
         """The actions of each rank, in order, for a step of that many micro-batches."""
-        if self.schedule in SPLIT:
-            raise UserError(f"parallel.schedule {self.schedule} is not there yet")
-        return interleaved(self.ranks, self.virtual, batches, self.more, pairs=self.schedule == "overlap")
+        if self.schedule not in SPLIT:
+            return interleaved(self.ranks, self.virtual, batches, self.more, pairs=self.overlaps)
+        words, whole = SPLIT[self.schedule], max(batches, self.least)
+        if batches < whole and self.schedule == "dualpipe_v":  # on the same stages, shorter, with no more in flight
+            words, whole = SPLIT["zbv"], 2 * self.ranks - 1
+        return [_spelled(words(self.ranks, rank, whole), self.own(rank), batches) for rank in range(self.ranks)]
 
 
 def interleaved(
@@ -129,38 +144,74 @@ def interleaved(
     return table
 
 
-def forward_only(ranks: int, virtual: int, batches: int) -> list[list[Action]]:
-    """The table of forward passes alone, as in validation."""
-    return [
-        [Action("forward", chunk * ranks + rank, batch) for batch in range(batches) for chunk in range(virtual)]
-        for rank in range(ranks)
-    ]
+def _zb_h1(ranks: int, rank: int, batches: int) -> str:
+    """The row of ZB-H1: each rank puts off as many passes for weights as ranks are before it, so that all keep as much as the first of 1F1B."""
+    ahead = ranks - 1 - rank
+    return "F0 " * ahead + "F0 I0 " * rank + "F0 I0 W0 " * (batches - ranks + 1) + "I0 W0 " * ahead + "W0 " * rank
 
 
-def check_table(table: Table, pipeline: Pipeline, batches: int, trains: bool = True) -> None:
-    """Raise ValueError for a table that lacks or repeats a pass, or in which ranks wait for one another for ever, whatever they take."""
-    kinds: tuple[Kind, ...] = ("forward", "input", "weight") if trains else ("forward",)
-    wanted = {
-        Action(kind, stage, batch) for kind in kinds for stage in range(pipeline.stages) for batch in range(batches)
-    }
-    rows = [[part for entry in row for part in entry.parts] for row in table]
-    got = [done for row in rows for part in row for done in gives(part)]
-    if len(got) != len(wanted) or set(got) != wanted:
-        raise ValueError(f"the table has {len(got)} passes, not {len(wanted)}: each pass of each micro-batch once")
-    for rank, row in enumerate(rows):
-        for part in row:
-            if pipeline.rank_of(part.stage) != rank:
-                raise ValueError(f"rank {rank} does not hold stage {part.stage}")
-    done: set[Action] = set()
-    at = [0] * len(table)
-    while len(done) < len(got):
-        going = [rank for rank, row in enumerate(table) if at[rank] < len(row)]
-        ready = [rank for rank in going if needs(table[rank][at[rank]], pipeline) <= done]
-        if not ready:
-            raise ValueError(f"ranks wait for one another at {[table[rank][at[rank]] for rank in going]}")
-        for rank in ready:
-            done.update(each for part in table[rank][at[rank]].parts for each in gives(part))
-            at[rank] += 1
+def _zbv(ranks: int, rank: int, batches: int) -> str:
+    """The row of ZBV: while gradients come back from the last rank, a rank does input passes at once and those for weights afterwards."""
+    ahead = ranks - 1 - rank
+    return (
+        "F0 " * (2 * ahead + 1)
+        + "F1 F0 " * rank
+        + "F1 I1 W1 " * (ahead + 1)
+        + "F0 I0 W0 F1 I1 W1 " * (batches - ranks - ahead)
+        + "I0 W0 F1 I1 W1 " * ahead
+        + "I0 I1 " * rank
+        + "I0 W0 " * (ahead + 1)
+        + "W1 " * rank
+        + "W0 " * rank
+    )
+
+
+def _dualpipe_v(ranks: int, rank: int, batches: int) -> str:
+    """The row of DualPipeV. The last rank's first steady forward runs while the gradient for the backward after it comes, so they are no pair."""
+    ahead = ranks - 1 - rank
+    steady = "F0B1 F1B0 " * (batches - ranks - ahead)
+    last = zip("B" * (rank + 1) + "I" * (rank + 1), "10" * (rank + 1), strict=True)
+    return (
+        "F0 " * (2 * ahead)
+        + "F0 F1 " * (rank + 1)
+        + "I1 W F1 " * ahead
+        + (steady if ahead else steady.replace("F0B1", "F0 B1", 1))
+        + "B1 F1B0 " * ahead
+        + " ".join(map("".join, last))
+        + " W I0" * ahead
+        + " W" * (rank + 1)
+    )
+
+
+SPLIT = {
+    "zb_h1": _zb_h1,
+    "zbv": _zbv,
+    "dualpipe_v": _dualpipe_v,
+}  # schedules with passes for the gradients of weights alone
+
+
+def _spelled(words: str, own: Sequence[int], batches: int) -> list[Action | Pair]:
+    """The row of a rank in words, without micro-batches from `batches` on.
+
+    F, B, I, W: the next forward, backward, input's and weights' pass; 0, 1: of which of its stages; W alone: the one that waits longest.
+    """
+    kinds: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+    made: Counter[tuple[bool, int]] = Counter()
+    waiting: list[tuple[int, int]] = []  # passes for weights: stage, micro-batch
+    row: list[Action | Pair] = []
+    for word in words.split():
+        parts = []
+        for letter, place in re.findall(r"([FBIW])([01]?)", word):
+            if letter == "W":
+                key = next(key for key in waiting if not place or key[0] == own[int(place)])
+                waiting.remove(key)
+            else:
+                key = own[int(place)], made[letter == "F", own[int(place)]]
+                made[letter == "F", key[0]] += 1
+                waiting += [key] if letter == "I" else []
+            parts += [Action(kinds[letter], *key)] if key[1] < batches else []
+        row += [Pair(*parts)] if len(parts) == 2 else parts
+    return row
 
 
 def gives(action: Action) -> tuple[Action, ...]:

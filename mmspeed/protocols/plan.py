@@ -259,6 +259,7 @@ class ModelPlan:
             its hidden units, along which `etp` splits it; without one for all of them, experts stay whole.
         mlps: MLPs, and layers of them, that are in no region, by patterns; only adapters ask for them.
         attends: what each block attends along, of a model of which some are gone; None: of no model.
+        entering: the splits of carried arguments of the first block of such a model, which is met whether the block is gone or not.
         carried: the arguments of a block that the next block gets from its output, in the order of the outputs, which travel between
             pipeline stages; none: pipelines are refused.
         further: blocks return one more output, behind the carried ones, which may be None.
@@ -291,6 +292,7 @@ class ModelPlan:
     experts: Mapping[str, Mapping[str, Hidden]] = field(default_factory=dict)
     mlps: tuple[str, ...] = ()
     attends: tuple[Attended, ...] | None = None
+    entering: Mapping[str, Split] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
     further: bool = False
     summed: tuple[str, int] | None = None
@@ -522,10 +524,15 @@ def kept_plan(
     def names(old: Iterable[str]) -> tuple[str, ...]:
         return tuple(entries(dict.fromkeys(old)))
 
+    inputs: dict[str, dict[str, Split | Leading | Seen]] = {}
+    for pattern, arguments in plan.inputs.items():
+        for name, _ in _matches(model, pattern):
+            if not is_within(name, gone):
+                inputs.setdefault(new(name), {}).update(arguments)
     return replace(
         plan,
         blocks=tuple(replace(block, name=new(block.name)) for block in plan.blocks if not is_within(block.name, gone)),
-        inputs=entries(plan.inputs),
+        inputs=inputs,
         outputs=entries(plan.outputs),
         attention=entries(plan.attention),
         linears=entries(plan.linears),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ from tests.support.spawn import run_ranks
 
 TOLERANCE = {"rel": 2e-5}
 EACH = 2  # steps in a layout
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # processes, settings
+Layout = tuple[int, tuple[str, ...]]  # processes, settings
+Run = tuple[str, tuple[str, ...]]
+Took = dict[int, list[str]]
+LAYOUTS: dict[str, Layout] = {
     "one process": (1, ()),
     "shards": (2, ()),
     "ep": (2, ("parallel.ep=2",)),
@@ -46,8 +50,6 @@ WAYS: dict[str, tuple[str, ...]] = {
     "gradients released": (*RELEASED, "model.shape=tiny-qwen3-30b-a3b"),
     "released to the host, offloaded": (*RELEASED, "memory.states=host", "memory.activation_policy.block=offload", "memory.offload_from=0"),
 }  # fmt: skip
-Run = tuple[str, tuple[str, ...]]
-Took = dict[int, list[str]]
 
 
 def config(folder: Path, *overrides: str) -> Any:
@@ -88,7 +90,7 @@ def train(folder: str, runs: list[Run]) -> dict[str, Took]:
     return took
 
 
-def trained(home: Path, layouts: list[str], ways: list[str]) -> None:
+def trained(home: Path, layouts: list[Layout], ways: Mapping[str, tuple[str, ...]]) -> None:
     """Go with each way through the layouts, beside one process that trains as long; compare losses and packs."""
     packs: dict[str, dict[int, set[str]]] = {}
 
@@ -99,11 +101,11 @@ def trained(home: Path, layouts: list[str], ways: list[str]) -> None:
                     packs.setdefault(name, {}).setdefault(step, set()).update(mine)
 
     last = f"train.steps={EACH * len(layouts)}"
-    go(1, [(named(way, "whole"), (*WAYS[way], last)) for way in ways])
-    staged = [(place, *LAYOUTS[layout]) for place, layout in enumerate(layouts, 1)]
+    go(1, [(named(way, "whole"), (*ways[way], last)) for way in ways])
+    staged = [(place, *layout) for place, layout in enumerate(layouts, 1)]
     for world, stages in groupby(staged, lambda stage: stage[1]):
         steps = [(f"train.steps={EACH * place}", *settings) for place, _, settings in stages]
-        go(world, [(named(way, "parts"), (*WAYS[way], *each)) for way in ways for each in steps])
+        go(world, [(named(way, "parts"), (*ways[way], *each)) for way in ways for each in steps])
     for way in ways:
         whole, parts = (losses(home, named(way, name)) for name in ("whole", "parts"))
         assert len(whole) == EACH * len(layouts)
@@ -111,54 +113,66 @@ def trained(home: Path, layouts: list[str], ways: list[str]) -> None:
         assert packs[named(way, "parts")] == packs[named(way, "whole")], way
 
 
-def losses(home: Path, name: str) -> list[float]:
-    """The losses of a run's steps."""
+def losses(home: Path, name: str, kind: str = "train") -> list[float]:
+    """The losses of a run's steps, or of its validations."""
     rows = read_metrics(config(home, f"name={name}").run_dir / "metrics.jsonl")
-    return [row["loss"] for row in rows if row["kind"] == "train"]
+    return [row["loss"] for row in rows if row["kind"] == kind]
+
+
+def write_texts(folder: Path) -> None:
+    texts = ["rabbit " * (1 + number * number % 43) + str(number) for number in range(160)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts and their cache."""
     folder = tmp_path_factory.mktemp("states")
-    texts = ["rabbit " * (1 + number * number % 43) + str(number) for number in range(160)]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_texts(folder)
     TextPreparation(config(folder)).build()
     return folder
 
 
 def test_a_run_goes_from_shards_to_experts_over_processes_and_back(home: Path) -> None:
-    trained(home, ["shards", "ep", "ep over tp"], ["states and averages on the host"])
+    way = "states and averages on the host"
+    trained(home, [LAYOUTS[name] for name in ("shards", "ep", "ep over tp")], {way: WAYS[way]})
 
 
 @pytest.mark.slow
 def test_a_run_goes_through_all_layouts_in_all_ways_of_memory(home: Path) -> None:
-    released = [name for name in WAYS if "released" in name]
-    trained(home, [*LAYOUTS, "one process"], [name for name in WAYS if name not in released])
-    trained(home, [name for name in [*LAYOUTS, "one process"] if "tp," not in name and "over tp" not in name], released)
+    every, released = (
+        [*LAYOUTS.values(), LAYOUTS["one process"]],
+        {name: WAYS[name] for name in WAYS if "released" in name},
+    )
+    trained(home, every, {name: own for name, own in WAYS.items() if name not in released})
+    trained(home, [each for each in every if "parallel.tp=2" not in each[1]], released)
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["tiny-deepseek-v3", "tiny-qwen3-30b-a3b"])
-def test_every_layout_exports_and_takes_up_the_bytes_of_one_process(home: Path, shape: str) -> None:
-    """Weights come from a run and from its exported folder."""
-    own = (f"model.shape={shape}", "train.steps=3")
-    run_ranks(train, 1, str(home), [(shape, own)])
-    run, base = config(home, f"name={shape}").run_dir, home / f"{shape}-base"
+def exported_alike(home: Path, name: str, own: tuple[str, ...], layouts: Mapping[str, Layout]) -> None:
+    """Export from each layout what begins with a run of one process, or with its exported folder, and compare the bytes."""
+    run_ranks(train, 1, str(home), [(name, (*own, "train.steps=3"))])
+    run, base = config(home, f"name={name}").run_dir, home / f"{name}-base"
     export_language_run(run, base)  # the averages, which another run begins with
     still = ("train.steps=1", "train.lr=1e-30", "objective.balance_rate=0")
-    begins = {"run": (*own[:1], f"train.start_from={run}"), "folder": (f"model={{pretrained: {base}}}",)}
-    for world, layouts in groupby(LAYOUTS, lambda layout: LAYOUTS[layout][0]):
-        runs = [(named(shape, layout, begin), (*begins[begin], *still, *LAYOUTS[layout][1])) for layout in layouts for begin in begins]  # fmt: skip
+    begins = {"run": (*own, f"train.start_from={run}"), "folder": (f"model={{pretrained: {base}}}",)}
+    for world, some in groupby(layouts, lambda layout: layouts[layout][0]):
+        runs = [(named(name, layout, begin), (*begins[begin], *still, *layouts[layout][1])) for layout in some for begin in begins]  # fmt: skip
         run_ranks(train, world, str(home), runs)
         for name, _ in runs:
             for weights in ("model", "ema"):
                 out = home / f"out-{name}-{weights}"
                 export_language_run(config(home, f"name={name}").run_dir, out, weights=weights)  # type: ignore[arg-type]
                 assert files(out) == files(base), (name, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tiny-deepseek-v3", "tiny-qwen3-30b-a3b"])
+def test_every_layout_exports_and_takes_up_the_bytes_of_one_process(home: Path, shape: str) -> None:
+    exported_alike(home, shape, (f"model.shape={shape}",), LAYOUTS)
 
 
 @pytest.mark.slow

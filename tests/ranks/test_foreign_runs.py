@@ -24,6 +24,8 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tp, sparse, regions": ("wan", ("parallel.tp=2", SPARSE, "memory.activation_policy.mlp=recompute")),
     "ulysses, sparse": ("wan", ("parallel.ulysses=2", SPARSE)),
     "ltx ring, accumulated": ("ltx", ("parallel.ring=2", "train.micro_batch_size=1")),
+    "stages of tp": ("wan", ("parallel.pp=2", "parallel.tp=2", "train.micro_batch_size=1")),
+    "ltx stages of ring": ("ltx", ("parallel.pp=2", "parallel.ring=2", "train.micro_batch_size=1")),
 }
 
 
@@ -54,7 +56,7 @@ def whole_and_stopped(folder: str, name: str, label: str, overrides: tuple[str, 
 def test_runs_on_a_layout_are_those_of_one_process_and_go_on(home: Path, run: str) -> None:
     name, overrides = RUNS[run]
     label = run.replace(", ", "-").replace(" ", "-")
-    run_ranks(whole_and_stopped, 2, str(home), name, label, overrides)
+    run_ranks(whole_and_stopped, 2 ** sum("parallel." in key for key in overrides), str(home), name, label, overrides)
     alone = tuple(key for key in overrides if key == SPARSE)
     train(str(home), name, (f"name={label}-alone", *alone))
     one, whole, stopped = (

@@ -501,7 +501,7 @@ def staged(rank_count: int) -> float:
 
     actions = internals.PipelineActions(Pipeline(2).table(3), [rank], rank_count, 3, 1, torch.device("cpu"), group)
     for _ in range(2):
-        actions.run(forward, lambda number: [xs[number]], told.append)
+        actions.run(forward, lambda stage, number: [xs[number]], told.append)
     assert told == [rank, rank] and internals.pipeline_stage() is internals.pipeline_stage()
     grad = weights[rank].grad
     assert grad is not None

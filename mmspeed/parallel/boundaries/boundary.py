@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmspeed.errors import UserError, nearest
 from mmspeed.graphs import outside_graphs
@@ -142,6 +142,33 @@ class Bounded(nn.Module):
         args, kwargs = boundary.enter(args, kwargs)
         out = super().forward(*args, **kwargs)
         return boundary.leave(out) if boundary.outputs else out
+
+
+@dataclass
+class BetweenStages:
+    """The tokens that travel between the stages of a model whose items several processes share."""
+
+    sequences: Sequences
+
+    def enter(
+        self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cut the arguments of the first block of the whole model, whose names are given."""
+        plan = self.sequences.plan
+        first = plan.attends_all[0]
+        boundary = ModuleBoundary(self.sequences, "the first block", first, names, first, dict(plan.entering))
+        return boundary.enter(args, kwargs) if plan.entering else (args, kwargs)
+
+    def left_by(self, number: int, argument: str, value: Tensor) -> Tensor:
+        """A tensor like what block `number` of the whole model leaves of an argument, from what the first block gets."""
+        plan, layout, where = self.sequences.plan, self.sequences.layout, f"{argument} between stages"
+        tokens = next((block.tokens[argument] for block in plan.blocks if argument in block.tokens), None)
+        if tokens is None or tokens.rows is None:
+            return value
+        held = self.sequences.record(where).held(tokens.sequence, plan.attends_all[number], where)
+        shape, own = list(value.shape), layout.tensor.rank if len(held.columns) > 1 else 0
+        shape[tokens.rows], shape[tokens.dim] = len(held.rows), len(held.columns[own])
+        return value.new_empty(shape)
 
 
 def boundary_of(module: nn.Module) -> ModuleBoundary | None:

@@ -101,6 +101,7 @@ def _check_numbers(module: nn.Module, attributes: Iterable[str], where: str) -> 
 
 def _moved(plan: ModelPlan) -> Iterator[tuple[str, Leading | Output]]:
     """Yield (where, what) for each argument and output that a plan names."""
+    yield from ((f"plan, entering, {key!r}", what) for key, what in plan.entering.items())
     for pattern, inputs in plan.inputs.items():
         yield from ((f"plan, inputs, {pattern!r}, {key!r}", what) for key, what in inputs.items())
     for pattern, outputs in plan.outputs.items():

@@ -1,0 +1,70 @@
+"""Models in pipeline stages beside one process: covers of models, layouts, schedules, numbers of micro-batches, shapes and memory ways.
+
+Tolerance: 1e-5 of a gradient's largest entry, since sums over processes and stages are taken in another order. Where only stages divide a
+model, gradients of all that one stage alone holds are equal bit for bit, and so are all of a decoder whose embedding only its first feeds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.covers import Combination
+from tests.support.pipeline_steps import LAYOUTS, SETTINGS, cover, steps
+from tests.support.spawn import run_ranks
+
+TOLERANCE = 1e-5
+FEW: list[Combination] = [
+    {"world": "2", "layout": "stages", "kind": kind, "schedule": schedule, "count": count, "shapes": "of micro-batches", "memory": memory}
+    for kind, schedule, count, memory in (
+        ("sora", "interleaved, one more", "P", "recomputed"), ("dense", "1f1b", "3P + 1", "kept"), ("latent", "interleaved", "2P", "offloaded"),
+        ("hunyuan", "1f1b, one more", "2P", "kept"),
+    )
+]  # fmt: skip
+
+
+def wrong(case: Combination, ranks: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with a case."""
+    first = ranks[0]
+    free = case["memory"] != "states on the host"  # its weights move
+    apart = set(first["everywhere"]) if case["kind"] != "dense" and case["kind"] != "experts" else set()
+    exact = case["layout"] in ("stages", "four stages") and free and case["memory"] != "compiled"
+    held = {
+        "the same gradients": not first["missing"] and not first["more"] and not first["apart"],
+        "losses": max(first["losses"], first["terms"]) <= TOLERANCE,
+        "norms": first["norms"] <= TOLERANCE,
+        "gradients": first["gap"] <= TOLERANCE,
+        "loads of experts": first["counted"],
+        "bits": not exact or not set(first["other"]) - apart,
+        "boundaries": not any(rank["uncrossed"] for rank in ranks),
+    }
+    facts = {name: value for name, value in first.items() if name not in ("counts", "everywhere")}
+    return [f"{case}: {what}: {facts}, {[r['uncrossed'] for r in ranks]}" for what, holds in held.items() if not holds]
+
+
+def hold(world: int, wanted: list[Combination]) -> None:
+    results = zip(*run_ranks(steps, world, world, wanted, timeout=550), strict=True)
+    found = [line for case, ranks in zip(wanted, results, strict=True) for line in wrong(case, list(ranks))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+def test_the_covers_have_many_combinations_of_all_values() -> None:
+    cases = [case for world in LAYOUTS for case in cover(world)]
+    assert len(cases) >= 60
+    for name, values in SETTINGS.items():
+        assert {case[name] for case in cases} == {*values}, name
+
+
+def test_a_few_compute_what_one_process_does() -> None:
+    hold(2, FEW)
+
+
+PIECES = [(world, part) for world, parts in ((2, 2), (4, 6), (8, 2)) for part in range(parts)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, part", PIECES)
+def test_all_compute_what_one_process_does(world: int, part: int) -> None:
+    hold(world, cover(world)[part :: sum(each == world for each, _ in PIECES)])
