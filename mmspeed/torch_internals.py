@@ -339,6 +339,7 @@ class PipelineActions:
     torch's stages take the shapes of their first step, and abort at others. `forward(stage, micro-batch, tensors that came)` returns what
     goes on, or the loss; `like(stage, micro-batch)` tensors as those that come to a stage; `before_last(stage)` is called before
     a stage's last backward pass in one, `after_weights(stage, whether it was the last)` after gradients of weights that were left.
+    torch would also keep all that a step sends until its end; here outputs go with their backward, and a gradient with the next one.
     """
 
     def __init__(
@@ -358,28 +359,23 @@ class PipelineActions:
         """
         from torch.distributed.pipelining import schedules as torch_schedules
 
-        kinds = {
-            "forward": torch_schedules.FORWARD,
-            "backward": torch_schedules.FULL_BACKWARD,
-            "input": torch_schedules.BACKWARD_INPUT,
-            "weight": torch_schedules.BACKWARD_WEIGHT,
-        }
-
-        def named(entry: Any) -> Any:
-            if len(entry.parts) > 1:
-                return torch_schedules._Action(-1, torch_schedules.OVERLAP_F_B, None, tuple(map(named, entry.parts)))
-            return torch_schedules._Action(entry.stage, kinds[entry.kind], entry.batch)
-
         stage_class = pipeline_stage()
         self._stages = [stage_class(number, stages, micro_batches, travels, device, group, take) for number in own]
         self._schedule = torch_schedules._PipelineScheduleRuntime(
             self._stages, micro_batches, loss_fn=None, scale_grads=False
         )
         self._schedule.register_custom_function(torch_schedules.OVERLAP_F_B, self._pair)
-        order: dict[int, list[Any]] = {rank: list(map(named, row)) for rank, row in enumerate(table)}
+        order = _torch_table(table)
         self._schedule.pipeline_order = order
         self._schedule._prepare_schedule_with_comms(order)
         self._schedule._stages_forward_initialized = self._schedule._stages_backward_initialized = True
+        held = {stage.stage_index: stage for stage in self._stages}
+
+        def send(action: Any, _context: Any) -> None:
+            held[action.stage_index].send(action.microbatch_index, action.computation_type == torch_schedules.SEND_B)
+
+        # `register_custom_function` takes computations alone
+        self._schedule._comp_type_to_function_map |= {torch_schedules.SEND_F: send, torch_schedules.SEND_B: send}
         self._count = micro_batches
 
     def run(
@@ -402,6 +398,8 @@ class PipelineActions:
         before, logger.disabled = logger.disabled, True  # on an error it logs the whole table
         try:
             self._schedule._step_microbatches([()] * self._count, numbers, nothing, None, return_outputs=False)
+            for stage in self._stages:
+                stage.wait_for(*stage.sent)
         finally:
             logger.disabled = before
 
@@ -438,11 +436,61 @@ class PipelineActions:
             self._together(forward, backward)
 
 
+def _torch_table(table: Sequence[Sequence[Any]]) -> dict[int, list[Any]]:
+    """A table of `mmspeed.plan.schedules` as torch has it."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    kinds = {
+        "forward": torch_schedules.FORWARD,
+        "backward": torch_schedules.FULL_BACKWARD,
+        "input": torch_schedules.BACKWARD_INPUT,
+        "weight": torch_schedules.BACKWARD_WEIGHT,
+    }
+
+    def named(entry: Any) -> Any:
+        if len(entry.parts) > 1:
+            return torch_schedules._Action(-1, torch_schedules.OVERLAP_F_B, None, tuple(map(named, entry.parts)))
+        return torch_schedules._Action(entry.stage, kinds[entry.kind], entry.batch)
+
+    return {rank: list(map(named, row)) for rank, row in enumerate(table)}
+
+
+def with_receipts(
+    table: Sequence[Sequence[Any]], rank_of: Callable[[int], int], stages: int
+) -> list[list[tuple[str, int, int]]]:
+    """The passes of a table by rank in the order in which torch runs them, with the places of its receipts.
+
+    Each is (what, stage, micro-batch): a kind of `mmspeed.plan.schedules`, or "receive_input" or "receive_gradient".
+    """
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    words = {
+        torch_schedules.FORWARD: "forward",
+        torch_schedules.FULL_BACKWARD: "backward",
+        torch_schedules.BACKWARD_INPUT: "input",
+        torch_schedules.BACKWARD_WEIGHT: "weight",
+        torch_schedules.RECV_F: "receive_input",
+        torch_schedules.RECV_B: "receive_gradient",
+    }
+    order = {rank: torch_schedules._add_unshard_reshard(row) for rank, row in _torch_table(table).items()}
+    rows = torch_schedules._add_send_recv(order, rank_of, stages)
+    parts = [[part for entry in rows[rank] for part in entry.sub_actions or (entry,)] for rank in sorted(rows)]
+    return [
+        [
+            (words[part.computation_type], part.stage_index, part.microbatch_index)
+            for part in row
+            if part.computation_type in words
+        ]
+        for row in parts
+    ]
+
+
 @cache
 def pipeline_stage() -> Any:
     """torch's pipeline stage with buffers of each micro-batch's own shapes."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining._utils import _TensorMeta
+    from torch.distributed.pipelining.schedules import _batch_p2p, _wait_batch_p2p
     from torch.distributed.pipelining.stage import _RecvInfo, _StageMeta
 
     class Stage(PipelineStage):
@@ -471,6 +519,7 @@ def pipeline_stage() -> Any:
             self.losses: dict[int, Tensor] = {}
             self.has_backward, self.chunks = True, self.count
             self.args_recv_info, self.grad_recv_info = {}, {}
+            self.sent: dict[int | str, list[Any]] = {}  # by micro-batch, and that of the last gradient
             after = [] if self.is_last else [self.stage_index + 1]
             self.act_send_info = {place: list(after) for place in range(self.travels)}
             self.grad_send_info = [None if self.is_first else self.stage_index - 1] * self.travels
@@ -509,6 +558,16 @@ def pipeline_stage() -> Any:
             self.grad_recv_info[micro_batch] = self._room(self.fwd_cache[micro_batch][0], self.stage_index + 1, True)
             super().set_local_bwd_input(grads, micro_batch)
 
+        def send(self, micro_batch: int, gradient: bool) -> None:
+            if gradient:
+                self.wait_for("gradient")
+            operations = (self.get_bwd_send_ops if gradient else self.get_fwd_send_ops)(micro_batch)
+            self.sent["gradient" if gradient else micro_batch] = _batch_p2p(operations)
+
+        def wait_for(self, *sent: int | str) -> None:
+            for each in sent:
+                _wait_batch_p2p(self.sent.pop(each, []))
+
         def forward_maybe_with_nosync(self, *came: Tensor, micro_batch: int) -> Any:
             output = self.forward_of(self.stage_index, micro_batch, came)
             if self.is_last:
@@ -520,6 +579,7 @@ def pipeline_stage() -> Any:
         ) -> None:
             if last_backward:
                 self.before_last(self.stage_index)
+            self.wait_for(number)
             super().backward_one_chunk(number, self.losses.pop(number, None), full_backward, last_backward)
             self.args_recv_info.pop(number, None)
             self.grad_recv_info.pop(number, None)

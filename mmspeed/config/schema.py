@@ -170,14 +170,11 @@ class RunConfig(Section):
             averages=train.ema_decay is not None,
             skips=train.skip_non_finite > 0 or train.divergence.action == "skip",
         )
-        if reason is None and parallel.pp > 1:
-            for key, asked in (
-                ("release_gradients", self.memory.release_gradients),
-                ("budget", self.memory.budget is not None),
-                ("fraction", self.memory.fraction is not None),
-            ):
-                if asked:
-                    reason = f"{key} is for whole models, and parallel.pp {parallel.pp} keeps several micro-batches of a stage: leave it out"
+        if reason is None and parallel.pp > 1 and self.memory.release_gradients:
+            reason = (
+                f"release_gradients is for whole models, and parallel.pp {parallel.pp} keeps several micro-batches of a stage: leave "
+                "it out"
+            )
         if reason is not None:
             raise ValueError(f"memory: {reason}")
         return self

@@ -6,7 +6,7 @@ Micro-batches may have shapes of their own, and any number of them makes a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ class PipelineRunner:
         pipeline = stages.pipeline
         self.gradients = let_weights_wait(model) if pipeline.splits or pipeline.overlaps else None
         self.turns = Turns(stages.ledger, device, self._fill) if pipeline.overlaps else None
+        self._filled = False  # an exchange of this backward pass hid gradients of weights
         self.batches = 0  # micro-batches of the last step
         self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
 
@@ -53,10 +54,8 @@ class PipelineRunner:
         if self.gradients is not None:
             self.gradients.take()  # of a step that an error ended
         self._synchronize(False)
-        if self.turns is not None and is_fully_sharded(
-            self.model
-        ):  # a pass must not free the weights that the other one uses
-            hold_whole(self.model)
+        if self.turns is not None and is_fully_sharded(self.model):
+            hold_whole(self.model)  # a pass must not free the weights that the other one of its pair uses
         left = [len(self.stages.own)]
 
         def before_last(stage: int) -> None:
@@ -65,10 +64,14 @@ class PipelineRunner:
                 self._synchronize(True, stage, whole=left[0] == 0)
 
         def after_weights(stage: int, last: bool) -> None:
+            if last and self.turns is not None:
+                self._fill()
             (sum_gradients if last else keep_gradients)(self._blocks[stage])
 
         actions, self.batches = self._actions(len(batches)), len(batches)
         try:
+            if self.turns is not None and not self.stages.pipeline.splits:
+                self.stages.ledger.gives_way = self._fill
             actions.run(
                 forward,
                 lambda stage, number: self.stages.shapes(stage, lambda: call(window.look(number))),
@@ -80,6 +83,8 @@ class PipelineRunner:
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None  # torch tells of each error of a forward pass by one of its own
+        finally:
+            self.stages.ledger.gives_way = None
         if self.gradients is not None:
             assert not self.gradients.left
             if is_fully_sharded(self.model):
@@ -88,14 +93,25 @@ class PipelineRunner:
         return record
 
     def _fill(self) -> None:
-        """Compute the gradients of weights that the backward pass has left so far."""
+        """Compute the gradients of weights that backward passes have left so far, while an exchange is on the way."""
         assert self.gradients is not None
-        self.gradients.take()()
+        if self.gradients.left:
+            self.gradients.take()()
+            for blocks in self._blocks.values():
+                keep_gradients(blocks)
+        self._filled = True
+
+    def _take(self) -> Callable[[], None]:
+        """A function for the gradients that a backward pass left. Those behind its last exchange go into the first one of the next pass."""
+        assert self.gradients is not None
+        filled, self._filled = self._filled, False
+        return (lambda: None) if filled and not self.stages.pipeline.splits else self.gradients.take()
 
     def _actions(self, count: int) -> PipelineActions:
         if count not in self._known:
             table = self.stages.pipeline.table(count)
-            take = None if self.gradients is None else self.gradients.take
+            assert self.group is not None
+            take = None if self.gradients is None else self._take
             travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
             self._known[count] = PipelineActions(
                 table, self.stages.own, self.stages.count, count, travels, self.device, self.group, take

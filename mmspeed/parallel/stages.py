@@ -87,9 +87,16 @@ class Stages:
     parameters that every stage holds.
     """
 
-    def __init__(self, pipeline: Pipeline, bounds: Sequence[range], carries: Carries, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        bounds: Sequence[range],
+        carries: Carries,
+        group: dist.ProcessGroup | None,
+        rank: int | None = None,
+    ) -> None:
         self.pipeline, self.bounds, self.carries, self.group = pipeline, tuple(bounds), carries, group
-        self.own = tuple(pipeline.own(dist.get_rank(group)))
+        self.own = tuple(pipeline.own(dist.get_rank(group) if rank is None else rank))
         self.numbers = (0, 0)
         self.everywhere: tuple[str, ...] = ()
         self.tokens: BetweenStages | None = None  # of a model whose tokens several processes share
@@ -313,8 +320,12 @@ def plan_to_cut(model: nn.Module, pipeline: Pipeline) -> ModelPlan:
     return plan
 
 
-def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeline) -> Stages:
+def cut_into_stages(
+    model: nn.Module, group: dist.ProcessGroup | None, pipeline: Pipeline, rank: int | None = None
+) -> Stages:
     """Leave a process the blocks of its stages, in place; before anything else is done to the model.
+
+    rank: the place in `pipeline` of a process that is not there, whose memory is estimated; None: this one's in `group`.
 
     Raises UserError for a model without a plan that says what travels, and for more stages than blocks.
     """
@@ -322,7 +333,7 @@ def cut_into_stages(model: nn.Module, group: dist.ProcessGroup, pipeline: Pipeli
     units = _units(plan)
     parts = stage_bounds(len(units), pipeline.stages)
     bounds = [range(units[part.start].start, units[part.stop - 1].stop) for part in parts]
-    stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group)
+    stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group, rank)
     stages.numbers = count_parameters(model)
     held = {place for stage in stages.own for place in bounds[stage]}
     last = len(bounds) - 1 in stages.own

@@ -27,10 +27,10 @@ class Turns:
     """Runs pairs of passes on one process.
 
     ledger: of the axes whose exchanges give way. fill: called in the backward pass before it waits. ahead: nodes that the forward pass
-    computes before the backward pass begins; negative: the other way round.
+    computes before the backward pass begins; negative: the other way round. A backward pass begins with an exchange, so it comes first.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, fill: Callable[[], None], ahead: int = 1) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, fill: Callable[[], None], ahead: int = -1) -> None:
         self.ledger, self.device, self.fill, self.ahead = ledger, device, fill, ahead
         self._thread = ThreadPoolExecutor(1, "backward")
         self._turn = threading.Condition()

@@ -2,7 +2,8 @@
 
 - `1f1b` (PipeDream-Flush) has one stage a rank; `interleaved` (Narayanan et al. 2021) `virtual`, every P-th of them. Micro-batches come in groups
   as even as they can be, larger first: so any number of them keeps the bubble (P - 1) x (F + B) / virtual.
-- `overlap` is `interleaved` with one more warm-up, whose forward and backward passes are pairs.
+- `overlap` is `interleaved` with one more warm-up, without which a pair would wait for itself, whose forward and backward passes are pairs;
+  the first rank, which has fewest, waits as long.
 - `zb_h1` (Qi et al. 2024) is 1F1B whose passes for weights fill gaps: bubble (P - 1) x (F + I - W), P micro-batches in flight on each rank.
 - `zbv` (Qi et al. 2024) has two stages a rank, which go to the last rank and come back: bubble (P - 1) x max(I, 2 I - 2 W) where I >= F;
   2 P of a rank's passes are in flight, as much as P of `zb_h1`.
@@ -74,7 +75,7 @@ class Pipeline:
     def of(cls, config: ParallelConfig) -> Pipeline:
         """The pipeline of a run; of one rank where it has none."""
         schedule: ScheduleName = "interleaved" if config.schedule == "auto" else config.schedule
-        return cls(config.pp, config.virtual, int(config.extra_warmup or schedule == "overlap"), schedule)
+        return cls(config.pp, config.virtual, int(config.extra_warmup), schedule)
 
     @property
     def stages(self) -> int:
@@ -112,7 +113,7 @@ class Pipeline:
     def table(self, batches: int) -> list[list[Action | Pair]]:
         """The actions of each rank, in order, for a step of that many micro-batches."""
         if self.schedule not in SPLIT:
-            return interleaved(self.ranks, self.virtual, batches, self.more, pairs=self.overlaps)
+            return interleaved(self.ranks, self.virtual, batches, max(self.more, self.overlaps), pairs=self.overlaps)
         words, whole = SPLIT[self.schedule], max(batches, self.least)
         if batches < whole and self.schedule == "dualpipe_v":  # on the same stages, shorter, with no more in flight
             words, whole = SPLIT["zbv"], 2 * self.ranks - 1
@@ -187,7 +188,7 @@ SPLIT = {
     "zb_h1": _zb_h1,
     "zbv": _zbv,
     "dualpipe_v": _dualpipe_v,
-}  # schedules with passes for the gradients of weights alone
+}  # those with passes for the gradients of weights alone
 
 
 def _spelled(words: str, own: Sequence[int], batches: int) -> list[Action | Pair]:

@@ -1,13 +1,14 @@
 """Simulate a pipeline's step: events over the very table that runs, on four lanes of each rank: computing, inner link, outer link, sends.
 
-Durations are given: of a stage's passes, of what they exchange, and of a message between ranks. What an action exchanges is hidden behind the
-other action of its pair alone, but for what goes ahead of it or behind it. The bubble is the time in which the busiest rank stands still.
+Durations are given: of a stage's passes, of what they exchange, and of a message between ranks. What a pass exchanges is hidden behind the
+other pass of its pair alone. The bubble is the time in which the busiest rank stands still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from .schedules import Action, Pair, Pipeline, Table, gives, needs
@@ -17,29 +18,24 @@ Lane = Literal["inner", "outer"]
 
 @dataclass(frozen=True)
 class Exchange:
-    """What an action exchanges with the ranks that hold its stage, such as rows of experts.
-
-    when: `inside` the action, which waits for it; `ahead` of it, while the entry before it runs (gathers of weights); `behind` it, while those
-    after it run (sums of gradients).
-    """
+    """What an action exchanges with the ranks that hold its stage, such as rows of experts."""
 
     kind: str
     lane: Lane
     seconds: float
-    when: Literal["ahead", "inside", "behind"] = "inside"
 
 
 @dataclass(frozen=True)
 class Simulated:
     """A step: its length, when each entry of its table begins and ends, each rank's most micro-batches in flight, counted by stages.
 
-    kept: the most that each rank keeps for backward passes: bytes.
+    kept: the most that each rank keeps for backward passes: bytes; none of a measured step.
     """
 
     step: float
     spans: tuple[tuple[tuple[Action | Pair, float, float], ...], ...]  # by rank
     in_flight: tuple[int, ...]
-    kept: tuple[float, ...]
+    kept: tuple[float, ...] = ()
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -85,55 +81,6 @@ def picture(step: Simulated, unit: float = 1.0) -> list[str]:
 Exchanges = Callable[[Action], Iterable[Exchange]]
 
 
-@dataclass
-class _Rank:
-    """A rank on its way through a step."""
-
-    spans: list[tuple[Action | Pair, float, float]] = field(default_factory=list)
-    free: dict[str, float] = field(default_factory=dict)  # when each lane is: seconds
-    behind: list[Exchange] = field(default_factory=list)  # of the last entry
-    flying: int = 0
-    most: int = 0
-    bytes: float = 0.0
-    kept: float = 0.0
-
-    def take(self, lane: str, begin: float, seconds: float) -> float:
-        """The end of what goes over a lane as soon as that is free."""
-        self.free[lane] = max(begin, self.free.get(lane, 0.0)) + seconds
-        return self.free[lane]
-
-    def run(
-        self, entry: Action | Pair, came: float, computes: float, alone: list[float], swaps: list[list[Exchange]]
-    ) -> float:
-        """The end of the next entry, whose input came then. alone, swaps: seconds that each part computes by itself, and its exchanges."""
-        _, before, begin = self.spans[-1] if self.spans else (entry, 0.0, 0.0)
-        ahead = [self.take(each.lane, before, each.seconds) for swap in swaps for each in swap if each.when == "ahead"]
-        self.end()
-        begin = max([begin, came, *ahead])
-        inside = [[each for each in swap if each.when == "inside"] for swap in swaps]
-        ends = [begin + own + sum(each.seconds for each in swap) for own, swap in zip(alone, inside, strict=True)]
-        links = [self.take(each.lane, begin, each.seconds) for swap in inside for each in swap]
-        self.spans.append((entry, begin, max([begin + computes, *ends, *links])))
-        self.behind = [each for swap in swaps for each in swap if each.when == "behind"]
-        return self.spans[-1][2]
-
-    def end(self) -> float:
-        """The end of all that goes on here."""
-        end = self.spans[-1][2] if self.spans else 0.0
-        for each in self.behind:
-            self.take(each.lane, end, each.seconds)
-        self.behind = []
-        return max([end, *self.free.values()])
-
-    def hold(self, done: Action, size: Callable[[Action], float]) -> None:
-        """Count what a forward pass keeps, until the gradients of weights are there."""
-        more = {"forward": 1, "weight": -1}.get(done.kind, 0)
-        if more:
-            self.flying += more
-            self.bytes += more * size(Action("forward", done.stage, done.batch))
-            self.most, self.kept = max(self.most, self.flying), max(self.kept, self.bytes)
-
-
 def simulate(
     table: Table,
     pipeline: Pipeline,
@@ -150,35 +97,51 @@ def simulate(
     exchanges: of an action. pair: the actions of a pair compute together; by themselves as long as both. kept: bytes that a stage keeps of a
     forward action until it has the gradients of its weights.
     """
-    ranks = [_Rank() for _ in table]
     came: dict[Action, float] = {}  # when what a pass gives is where it goes
+    spans: list[list[tuple[Action | Pair, float, float]]] = [[] for _ in table]
+    clocks, sent = [0.0] * len(table), [0.0] * len(table)  # when each rank has computed, and sent, all so far
     left = sum(map(len, table))
     while left:
         before = left
-        for number, (rank, row) in enumerate(zip(ranks, table, strict=True)):
-            while len(rank.spans) < len(row):
-                entry = row[len(rank.spans)]
+        for rank, row in enumerate(table):
+            while len(spans[rank]) < len(row):
+                entry = row[len(spans[rank])]
                 wanted = needs(entry, pipeline)
                 if not wanted <= came.keys():
                     break
-                far = [came[each] for each in wanted if pipeline.rank_of(each.stage) != number]
-                alone = list(map(seconds, entry.parts))
-                computes = pair(entry) if pair and isinstance(entry, Pair) else sum(alone)
-                end = rank.run(entry, max(far, default=0.0), computes, alone, [list(exchanges(p)) for p in entry.parts])
+                begin = max([clocks[rank], *(came[each] for each in wanted if pipeline.rank_of(each.stage) != rank)])
+                end = clocks[rank] = begin + _lasts(entry, seconds, exchanges, pair)
+                spans[rank].append((entry, begin, end))
                 for done in (each for part in entry.parts for each in gives(part)):
-                    sends = _is_sent(done, pipeline)
-                    lasts = message(done) if sends and callable(message) else message
-                    came[done] = rank.take("sends", end, lasts) if sends else end
-                    rank.hold(done, kept)
+                    came[done] = end
+                    if _is_sent(done, pipeline):
+                        way = message(done) if callable(message) else message
+                        came[done] = sent[rank] = max(end, sent[rank]) + way
                 left -= 1
         if left == before:
             raise ValueError("ranks wait for one another for ever")
-    return Simulated(
-        max(rank.end() for rank in ranks),
-        tuple(tuple(rank.spans) for rank in ranks),
-        tuple(rank.most for rank in ranks),
-        tuple(rank.kept for rank in ranks),
-    )
+    flying = tuple(int(_most(row, lambda _: 1)) for row in table)
+    return Simulated(max(clocks), tuple(map(tuple, spans)), flying, tuple(_most(row, kept) for row in table))
+
+
+def _lasts(
+    entry: Action | Pair, seconds: Callable[[Action], float], exchanges: Exchanges, pair: Callable[[Pair], float] | None
+) -> float:
+    """Seconds of an entry: those of its busiest lane, or of a pass of it that waits for its own exchanges."""
+    alone, swaps = list(map(seconds, entry.parts)), [list(exchanges(part)) for part in entry.parts]
+    lanes = {"compute": pair(entry) if pair and isinstance(entry, Pair) else sum(alone)}
+    for each in itertools.chain.from_iterable(swaps):
+        lanes[each.lane] = lanes.get(each.lane, 0.0) + each.seconds
+    passes = [own + sum(each.seconds for each in swap) for own, swap in zip(alone, swaps, strict=True)]
+    return max([*lanes.values(), *passes])
+
+
+def _most(row: Sequence[Action | Pair], size: Callable[[Action], float]) -> float:
+    """The most that a rank holds: of each forward pass its size, until its stage has the gradients of its weights."""
+    signs = {"forward": 1, "weight": -1, "input": 0}
+    changes = ((signs[done.kind], done) for entry in row for part in entry.parts for done in gives(part))
+    held = (sign and sign * size(Action("forward", done.stage, done.batch)) for sign, done in changes)
+    return max(itertools.accumulate(held), default=0)
 
 
 def _is_sent(done: Action, pipeline: Pipeline) -> bool:

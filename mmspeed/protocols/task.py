@@ -105,11 +105,12 @@ class StepUsage:
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """The size of micro-batches of a shape class, and whether a step has several of them on a device."""
+    """The size of micro-batches of a shape class, and whether a step has several of them on a device; `batches`: their number, if known."""
 
     shape: ShapeClass
     items: int
     accumulates: bool
+    batches: int = 1
 
 
 @dataclass(frozen=True)

@@ -233,8 +233,9 @@ def usual_batch(batching: Batching, shape: ShapeClass, groups: int) -> MicroBatc
     share = -(-batching.slots // groups)  # samples of a step on each group of devices
     most = batching.at_a_time(shape)
     if shape not in batching.sizes:
-        return MicroBatchSize(shape, min(share, most or share), share > (most or share))
-    return MicroBatchSize(shape, most or 1, batching.slots > groups)
+        items = min(share, most or share)
+        return MicroBatchSize(shape, items, share > items, -(-share // items))
+    return MicroBatchSize(shape, most or 1, batching.slots > groups, share)
 
 
 def largest_batch(
@@ -243,7 +244,8 @@ def largest_batch(
     """The micro-batch with the most tokens; `accumulates` is True where a step of any class has several micro-batches."""
     usual = [usual_batch(batching, shape, groups) for shape in sorted(shapes)]
     largest = max(usual, key=lambda size: tokens(size.shape) * size.items)
-    return MicroBatchSize(largest.shape, largest.items, any(size.accumulates for size in usual))
+    most = max(size.batches for size in usual)
+    return replace(largest, accumulates=any(size.accumulates for size in usual), batches=most)
 
 
 def shares(things: Sequence[Thing], place: RunPlace) -> list[tuple[Thing, bool]]:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any, cast
 
 import torch
@@ -35,10 +36,13 @@ from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, stat
 from mmspeed.parallel import autocast, make_half
 from mmspeed.parallel.expert_outline import outline_experts
 from mmspeed.parallel.experts import spread_modules
+from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures, weights_of
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
+from mmspeed.pipelines.tuning.memory_stages import RankEnds, rank_ends, rank_figures
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import MicroBatchSize, RunPlace, blocks_of, shape_words
 from mmspeed.protocols.plan import keep_blocks, single_blocks
 from mmspeed.torch_internals import FakeTensorMode, base_of
@@ -64,7 +68,8 @@ class DeviceSpeeds:
 class MemoryPlan:
     """A step's memory, and the choice under a budget where there is one.
 
-    alone: the figures of a device that computes all by itself, with the experts of one process. experts: devices that share them.
+    alone: the figures of a device that computes all by itself, with the experts of one process. experts: devices that share them. ranks:
+    the figures of each rank of a pipeline; `figures` are those of the fullest.
     """
 
     step: MicroBatchSize
@@ -74,6 +79,7 @@ class MemoryPlan:
     budget: int | None
     chosen: list[int] | None  # None: no budget, or nothing fits
     experts: int = 1
+    ranks: tuple[StepFigures, ...] = ()
 
     def lines(self) -> list[str]:
         """The plan as a table for a terminal."""
@@ -90,6 +96,8 @@ class MemoryPlan:
             lines.append(
                 f"  experts over {self.experts} devices: counted with even loads, so that as many rows come to each device as it sends"
             )
+        if self.ranks:
+            lines += self._of_ranks()
         if self.budget is None:
             return lines
         if self.chosen is None:
@@ -102,6 +110,8 @@ class MemoryPlan:
             f"  budget {format_bytes(self.budget)}: {'; '.join(f'{n} x {words}' for words, n in runs_of(ways))}; expected "
             f"{format_bytes(figures.peak(self.chosen))}, {figures.added_share(self.chosen):+.1%} time of the blocks"
         )
+        if self.ranks:  # each has blocks of its own
+            return lines
         lines.append(f"  {'options of a block':<74} {'keeps':>9} {'peak':>9} {'host':>9} {'time':>7}  blocks")
         chosen_words = [words_of(each) for each in ways]
         for kind, options in enumerate(figures.options):
@@ -117,6 +127,22 @@ class MemoryPlan:
             f"{speeds.host / 1e9:.0f} GB/s from the host; training measures it"
         )
         return lines
+
+    def _of_ranks(self) -> Iterator[str]:
+        """A line for each rank of a pipeline, the fullest first; that one's figures are those above and below."""
+        for peak, rank in sorted(((each.plain_peak(), -rank) for rank, each in enumerate(self.ranks)), reverse=True):
+            figures = self.ranks[-rank]
+            chosen = None if self.budget is None else figures.choose(self.budget)
+            ways = (
+                ""
+                if chosen is None
+                else f"; in the budget {'; '.join(f'{n} x {words}' for words, n in runs_of(figures.ways(chosen)))}"
+            )
+            flying = figures.heaviest.blocks
+            yield (
+                f"  rank {-rank} of pp: {format_bytes(peak)}, {len(figures.kinds)} blocks, of which "
+                f"{_listed(sorted(set(flying)))} micro-batches at a time{ways}"
+            )
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -172,11 +198,77 @@ def plan_memory(
         place = RunPlace(Device("cpu", 0), world=world, dealt=parallel.dealt(world), groups=parallel.groups(world))
         step = task.domain.largest_micro_batch(place)
     alone = shape_figures(config, task, step, speeds, with_swap, options)
-    figures = spread(alone, config, world)
+    ranks = figures_of_ranks(alone, config, task, step, world) if parallel.pp > 1 else ()
+    figures = max(ranks, key=StepFigures.plain_peak) if ranks else spread(alone, config, world)
     if budget is None and config.memory.chooses:
         budget = budget_bytes(config.memory, pick(config.device.kind))
     chosen = None if budget is None else figures.choose(budget)
-    return MemoryPlan(step, figures, alone, speeds, budget, chosen, parallel.expert_devices)
+    return MemoryPlan(step, figures, alone, speeds, budget, chosen, parallel.expert_devices, ranks)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of a rank of a pipeline. fixed: what does not depend on micro-batches. kept: of one micro-batch in each of its stages."""
+
+    fixed: int
+    kept: dict[int, int]
+    peak: int
+
+
+def rank_bytes(config: RunConfig, world: int | None = None) -> list[RankBytes]:
+    """The estimated bytes of each rank of a config's pipeline with its own policies, for searches of its schedule and degrees.
+
+    Weights, states and all gradients are `fixed`, and so is what a pass takes beside what it keeps; `kept` lies from the forward to the
+    backward pass of a micro-batch in a stage: so a rank takes about `fixed` and the sum of `kept` by the micro-batches in flight.
+    """
+    figures = plan_memory(config, world=world, options=False).ranks
+    pipeline, found = Pipeline.of(config.parallel), []
+    for rank, of in enumerate(figures):
+        own, kept, peak = pipeline.own(rank), [options[0].kept for options in of.blocks()], of.plain_peak()
+        places = sorted({flight.at.start: flight.at for flight in of.flights}.items())
+        stages = {stage: sum(kept[at.start : at.stop]) for stage, (_, at) in zip(own, places, strict=True)}
+        found.append(RankBytes(peak - sum(map(mul, of.heaviest.blocks, kept)), stages, peak))
+    return found
+
+
+def figures_of_ranks(
+    alone: StepFigures, config: RunConfig, task: Task, step: MicroBatchSize, world: int
+) -> tuple[StepFigures, ...]:
+    """The figures of each rank of a pipeline; `alone`: those of the whole model on one device.
+
+    Ranks between the first and the last one hold the same beside their blocks, which is measured once.
+    """
+    pipeline, ends = Pipeline.of(config.parallel), dict[int, RankEnds]()
+    figures = []
+    for rank in range(pipeline.ranks):
+        like = rank if rank in (0, pipeline.ranks - 1) else 1
+        if like not in ends:
+            ends[like], bounds = _ends_of(config, task, step, pipeline, like)
+        stages = zip(pipeline.own(rank), ends[like].stages.values(), strict=True)
+        own = replace(ends[like], stages=dict(stages))
+        whole = rank_figures(alone, config, rank, pipeline, bounds, own, step.batches)
+        figures.append(spread(whole, config, world // pipeline.ranks))
+    return tuple(figures)
+
+
+def _ends_of(
+    config: RunConfig, task: Task, step: MicroBatchSize, pipeline: Pipeline, rank: int
+) -> tuple[RankEnds, Sequence[range]]:
+    """What a rank holds beside its blocks, from shapes; and the blocks of all stages."""
+    bare = task.build()[task.updates()[0].role]
+    trained = [[p.numel() for p in block.parameters() if p.requires_grad] for _, block in blocks_of(bare)]
+    stages = cut_into_stages(bare, None, pipeline, rank)
+    task.domain.shapes()
+    batch, loss = task.sketch(bare, step.shape, step.items)
+    if config.memory.master != "parameters":
+        make_half(bare)
+    with FakeTensorMode(), _shapes_alone():
+        without_values(bare)
+        dtype = parse_dtype(config.device.dtype)
+        if dtype != torch.float32:
+            autocast(bare, dtype)
+        ends = rank_ends(bare, stages, batch, loss, FakeTensorProfiler(1.0, 1.0))
+    return replace(ends, fresh=tuple(4 * max(numbers, default=0) for numbers in trained)), stages.bounds
 
 
 def shape_figures(
@@ -278,12 +370,12 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     Experts of one process are sharded, and gathered, over the devices that hold the same ones.
     """
     parallel, memory = config.parallel, config.memory
-    sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and world > 1)
+    sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and (world > 1 or parallel.pp > 1))
     shards = (
         max(1, world // parallel.replicas) if sharded else 1
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
     group, same = parallel.group, max(1, shards // parallel.expert_devices)
-    if group == shards == 1:
+    if group == shards == 1 and not figures.flights:
         return _swapped(figures) if config.host_base else figures
 
     def part(count: float, parts: int) -> int:
@@ -315,6 +407,25 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         gathered = 2 * max(own // 4 - trained for own, _, (trained, _) in blocks) * width // parallel.together(False)
         gathered += 2 * max(trained for trained, _ in experts) * width
         gathered += 2 * max(figures.frozen)  # never more bytes than they are kept in
+    gradients = [held(own, 4 * trained) for own, _, (trained, _) in blocks]
+    sums: list[int] = []
+    if figures.flights:  # of a pipeline's rank: what is outside of blocks is gathered for each call, and gradients are whole until the last one
+        if shards == 1:
+            gathered //= 2  # the next block is not fetched before
+        of_block = gathered
+        if Pipeline.of(parallel).overlaps:  # neither pass frees the weights that the other one uses
+            gathered, of_block = (
+                sum(own // 4 for own in figures.gradients) * parse_dtype(config.device.dtype).itemsize,
+                0,
+            )
+        gathered += (numbers - sum(own // 4 for own in figures.gradients)) * parse_dtype(config.device.dtype).itemsize
+
+        def whole(count: int, of_experts: int) -> int:
+            return part(count - of_experts, parallel.tp) + part(of_experts, parallel.expert_devices)
+
+        parts, gradients = gradients, [whole(own, 4 * trained) for own, _, (trained, _) in blocks]
+        sums = [own + shard - of_block for own, shard in zip(gradients, parts, strict=True)]
+        static = replace(static, gradients=4 * whole(numbers, of_experts))
     spread_ = replace(
         figures,
         static=static,
@@ -322,9 +433,12 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         tail=part(figures.tail, group),
         carried=part(figures.carried, group),
         options=tuple(tuple(map(option, options)) for options in figures.options),
-        gradients=tuple(held(own, 4 * trained) for own, _, (trained, _) in blocks),
+        gradients=tuple(gradients),
+        sums=tuple(sums),
+        fresh=tuple(map(min, figures.fresh, gradients)),
         frozen=tuple(held(own, frozen) for _, own, (_, frozen) in blocks),
         plain_seconds=tuple(seconds / group for seconds in figures.plain_seconds),
+        flights=tuple(replace(flight, beside=part(flight.beside, group)) for flight in figures.flights),
     )
     return _swapped(spread_, gathered > 0) if config.host_base else spread_
 

@@ -112,7 +112,7 @@ class _PreviousLayer(torch.autograd.Function):
         return grad
 
 
-class _NextLayer(torch.autograd.Function):
+class NextLayer(torch.autograd.Function):
     """A stand-in for a later layer: takes a tensor without keeping it, and returns a gradient of its size."""
 
     @staticmethod
@@ -230,7 +230,7 @@ class BlockProfiler:
         left: list[Tensor] = []
 
         def forward() -> None:
-            left.extend(_NextLayer.apply(out) for out in call.run(_PreviousLayer.apply(call.first)))
+            left.extend(NextLayer.apply(out) for out in call.run(_PreviousLayer.apply(call.first)))
             if self.with_swap:  # offloaded tensors may be freed
                 self.offloader.device.synchronize()
                 with self.offloader.lock:
@@ -240,7 +240,7 @@ class BlockProfiler:
         before = self.offloader.pool.used
         kept, peak = self.gauge.section(forward)
         host = self.offloader.pool.used - before
-        _, backward = self.gauge.section(lambda: torch.autograd.backward(list(_emptied(left))))
+        _, backward = self.gauge.section(lambda: torch.autograd.backward(list(emptied(left))))
         call.clear()
         bytes_ = self.greatest([float(kept), float(max(0, peak - kept)), float(max(0, backward)), float(host)])
         kept, forward_, backward, host = map(int, bytes_)
@@ -263,7 +263,7 @@ class BlockProfiler:
                 # the next block's running tokens; some blocks return those of a caption first
                 x = outs.pop(next((at for at, out in enumerate(outs) if out.shape == x.shape), 0))
                 beside += outs
-            torch.autograd.backward([_NextLayer.apply(out) for out in (x, *beside)])
+            torch.autograd.backward([NextLayer.apply(out) for out in (x, *beside)])
 
         works: list[tuple[Work, Work]] = [(partial(prepare, each), work) for each in ways]
         times = self.gauge.seconds(works, ROUNDS)
@@ -356,7 +356,7 @@ def without_blocks(model: nn.Module, outputs: Sequence[Outputs] = ()) -> Iterato
         yield
 
 
-def _emptied(tensors: list[Tensor]) -> Iterator[Tensor]:
+def emptied(tensors: list[Tensor]) -> Iterator[Tensor]:
     """The tensors, each removed from the list as it is yielded."""
     while tensors:
         yield tensors.pop()

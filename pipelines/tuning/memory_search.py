@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch.distributed as dist
+
 from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig, parse_bytes
@@ -32,6 +34,7 @@ from mmspeed.pipelines.run.measured import UNMEASURED, setting_of
 from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
+from mmspeed.pipelines.tuning.memory_stages import own_blocks, stage_of
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, learning_model
 from mmspeed.protocols import MicroBatchSize, RunPlace, blocks_of, shape_words, single_blocks
 
@@ -99,6 +102,9 @@ def full_setting(config: RunConfig, task: Task, place: RunPlace, step: MicroBatc
     train = {"train.optimizer": config.train.optimizer, "train.ema": config.train.ema_decay is not None}
     setting = setting_of(config, task.domain.setting(), place) | memory | train
     setting |= {"bucket": str(step.shape), "micro_batch": step.items, "accumulates": step.accumulates}
+    if config.parallel.pp > 1:
+        pipeline = config.parallel.model_dump(include={"virtual", "schedule", "extra_warmup"})
+        setting |= {f"parallel.{key}": value for key, value in pipeline.items()} | {"micro_batches": step.batches}
     longest = task.domain.longest_text()
     return setting if longest is None else setting | {"text.max_tokens": longest}
 
@@ -160,7 +166,8 @@ class MeasuredModel:
     ) -> None:
         memory = config.memory.model_copy(update={"budget": None, "fraction": None})
         self.memory = memory
-        self._step = (step.shape, step.items, 2 if step.accumulates else 1)
+        batches = step.batches if config.parallel.pp > 1 else 2 if step.accumulates else 1
+        self._step = (step.shape, step.items, batches)
         plain = config.model_copy(update={"memory": memory})
         self.steps = SyntheticStep(plain, task, device, choice=list(ways), text_tokens=task.domain.longest_text())
         self.swap = Offloader(device, parse_bytes(memory.offload_from))
@@ -182,6 +189,29 @@ class MeasuredModel:
     def seconds(self) -> float:
         """Time of a step."""
         return self.steps.seconds(*self._step)
+
+
+class MeasuredStage(MeasuredModel):
+    """The same for the stages of one process of a pipeline, whose steps all processes take: each searches for its own choice."""
+
+    def peak(self, ways: Sequence[ActivationPolicies]) -> int | None:
+        comm.all_reduce_max([1.0])  # tells that a step follows
+        return super().peak(ways)
+
+    def seconds(self) -> float:
+        """0: a step is timed when all have chosen."""
+        return 0.0
+
+    def settle(self, choice: MemoryChoice | UserError) -> MemoryChoice:
+        """Take steps until all have chosen; the choice, with the time of a step. Raises UserError on all where one has none."""
+        ways = () if isinstance(choice, UserError) else choice.ways
+        while comm.all_reduce_max([0.0])[0]:
+            super().peak(ways or [{}] * len(blocks_of(self.steps.model)))
+        found = comm.all_gather_objects([self.steps.placement.mesh.stage, str(choice) if not ways else None])
+        failed = sorted((stage, error) for stage, error in found if error is not None)
+        if failed or isinstance(choice, UserError):
+            raise UserError(f"{failed[0][1]} (stages of process {failed[0][0]} of pp)")
+        return replace(choice, step_seconds=super().seconds())
 
 
 def fastest_within(figures: StepFigures, budget: int, tried: MeasuredModel, host: int | None = None) -> MemoryChoice:
@@ -327,7 +357,7 @@ def choose_policies(
 ) -> MemoryChoice:
     """The ways under the config's budget: those of the run's folder, or new ones, which are written there. A collective call.
 
-    All ranks take rank 0's. Raises UserError where nothing fits.
+    All ranks take rank 0's, which has those of all stages of a pipeline. Raises UserError where nothing fits.
     """
     path, blocks = folder / MEMORY_NAME, len(blocks_of(learning_model(task, task.build())))
     before = read_choice(path, setting, blocks) if rank == 0 else None
@@ -338,12 +368,20 @@ def choose_policies(
         return MemoryChoice(**{**recorded, "ways": tuple(recorded["ways"]), "tries": ()})
     began = time.monotonic()
     budget = budget_bytes(config.memory, device)
-    figures = measured_figures(config, task, device, step)
+    staged = config.parallel.pp > 1
+    if staged:  # blocks are not measured apart from their stages
+        figures = _figures_of_rank(config, task, device, step)
+    else:
+        figures = measured_figures(config, task, device, step)
     host = host_room(config, figures, device)
     first = figures.choose(budget, host)
-    tried = MeasuredModel(config, task, device, step, figures.ways(first or figures.smallest()))
+    measured = MeasuredStage if staged else MeasuredModel
+    tried = measured(config, task, device, step, figures.ways(first or figures.smallest()))
     try:
-        choice = fastest_within(figures, budget, tried, host)
+        if isinstance(tried, MeasuredStage):
+            choice = _of_all(config, task, tried, figures, budget, host)
+        else:
+            choice = fastest_within(figures, budget, tried, host)
     finally:
         del tried
         gc.collect()
@@ -356,8 +394,37 @@ def choose_policies(
     return replace(choice, ways=tuple(comm.broadcast_object([dict(ways) for ways in choice.ways])))
 
 
+def _figures_of_rank(config: RunConfig, task: Task, device: Device, step: MicroBatchSize) -> StepFigures:
+    """The figures of this process's stages, from shapes."""
+    from mmspeed.pipelines.tuning.memory_estimate import plan_memory  # it needs this module
+
+    world = dist.get_world_size()
+    plan = plan_memory(config, task=task, step=step, world=world, with_swap=device.kind != "cpu")
+    return plan.ranks[stage_of(config)]
+
+
+def _of_all(
+    config: RunConfig, task: Task, tried: MeasuredStage, figures: StepFigures, budget: int, host: int | None
+) -> MemoryChoice:
+    """The choices of all stages of a pipeline as one, of the whole model's blocks. A collective call."""
+    own: MemoryChoice | UserError
+    try:
+        own = fastest_within(figures, budget, tried, host)
+    except UserError as error:
+        own = error
+    own = tried.settle(own)
+    blocks = own_blocks(config, task)
+    every = comm.all_gather_objects([blocks, asdict(own)])
+    ways = {block: way for numbers, each in every for block, way in zip(numbers, each["ways"], strict=True)}
+    most = {
+        key: max(each[key] for _, each in every)
+        for key in ("expected_peak", "measured_peak", "added_seconds", "added_share")
+    }
+    return replace(own, ways=tuple(ways[block] for block in sorted(ways)), **most)
+
+
 def policies_under_budget(config: RunConfig, task: Task, place: RunPlace) -> list[ActivationPolicies] | None:
-    """The ways of each block for a run; None without a budget. A collective call."""
+    """The ways of each block that this process holds; None without a budget. A collective call."""
     if not config.memory.chooses:
         return None
     if config.batching.by == "time":
@@ -367,4 +434,7 @@ def policies_under_budget(config: RunConfig, task: Task, place: RunPlace) -> lis
         )
     step = task.domain.largest_micro_batch(place)
     setting = full_setting(config, task, place, step)
-    return list(choose_policies(config, task, place.device, step, config.run_dir, setting, place.rank).ways)
+    ways = choose_policies(config, task, place.device, step, config.run_dir, setting, place.rank).ways
+    if config.parallel.pp == 1:
+        return list(ways)
+    return [ways[block] for block in own_blocks(config, task)]

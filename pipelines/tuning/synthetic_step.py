@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -109,12 +111,12 @@ class SyntheticStep:
 
     def run(self, shape: ShapeClass, items: int, micro_batches: int = 1) -> None:
         """Take an optimizer step of `items` items at a time on each device."""
-        parts = self.parts
+        parts, staged = self.parts, self.placement.mesh.staged
         batch = self.batch(shape, items)
         result = train_step(
             parts.models,
             parts.learners,
-            [batch] * micro_batches,
+            _Read(partial(self.batch, shape, items), micro_batches) if staged else [batch] * micro_batches,
             self.task.domain.synthetic_divisors(batch, micro_batches * self.world),
             clip_norm=self.config.train.clip_norm,
             tensor=self.placement.layout.tensor,
@@ -137,9 +139,9 @@ class SyntheticStep:
         return comm.all_reduce_max([time.perf_counter() - start])[0]
 
     def peak(self, shape: ShapeClass, batch: int, micro_batches: int = 1) -> int:
-        """Bytes in use at the peak of one step, on the device that has most."""
+        """Bytes in use at the peak of one step, on the device that has most of those with this one's stages."""
         peak = peak_bytes(self.device, self.state_bytes, lambda: self.run(shape, batch, micro_batches))
-        return int(comm.all_reduce_max([float(peak)])[0])
+        return int(comm.all_reduce_max([float(peak)], self.placement.mesh.of_stage)[0])
 
     def probe(self, shape: ShapeClass, batch: int) -> Measurement | None:
         """A first measurement; None when memory ran out."""
@@ -170,6 +172,20 @@ class SyntheticStep:
     def batch(self, shape: ShapeClass, items: int) -> Batch:
         """A synthetic batch on the device."""
         return self.task.synthetic_batch(shape, items, self.place, self.text_tokens)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Micro-batches that are made as they are read, as a loader's: a pipeline holds several at a time."""
+
+    make: Callable[[], Batch]
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.make() for _ in range(self.count))
 
 
 def learning_model(task: Task, models: Models) -> nn.Module:

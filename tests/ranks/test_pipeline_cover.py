@@ -29,7 +29,13 @@ def wrong(case: Combination, ranks: list[dict[str, Any]]) -> list[str]:
     first = ranks[0]
     free = case["memory"] != "states on the host"  # its weights move
     apart = set(first["everywhere"]) if case["kind"] != "dense" and case["kind"] != "experts" else set()
-    exact = case["layout"] in ("stages", "four stages") and free and case["memory"] != "compiled"
+    waits = case["schedule"] in (
+        "overlap",
+        "zb_h1",
+        "zbv",
+        "dualpipe_v",
+    )  # another product gives gradients of weights that wait
+    exact = case["layout"] in ("stages", "four stages") and free and not waits and case["memory"] != "compiled"
     held = {
         "the same gradients": not first["missing"] and not first["more"] and not first["apart"],
         "losses": max(first["losses"], first["terms"]) <= TOLERANCE,

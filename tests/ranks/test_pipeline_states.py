@@ -32,7 +32,7 @@ LAYOUTS: dict[str, Layout] = {
 EXPERTS: dict[str, Layout] = {"stages of ep": (4, ("parallel.pp=2", "parallel.ep=2"))}
 SMALL = ("train.micro_batch_size=1", "model.num_hidden_layers=4")
 MUON = ("train.optimizer=muon", "model.shape=tiny-qwen3-8b")
-SORA = ("train.micro_batch_size=1", "model={width: 32, depth: 4, heads: 4}", "train.warmup_steps=0", "train.schedule=constant")  # fmt: skip
+SORA = ("train.micro_batch_size=1", "model={width: 64, depth: 4, heads: 4}", "train.warmup_steps=0", "train.schedule=constant")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,10 @@ __all__ = ["home"]  # a fixture
     [
         (("parallel.virtual=2",), "set pp"),
         (("parallel.pp=2", "parallel.strategy=ddp"), "fsdp"),
-        (("parallel.pp=2", "memory.budget=1GiB"), "budget"),
+        (
+            ("parallel.pp=2", "memory.release_gradients=true", "train.clip_norm=null", "train.skip_non_finite=0"),
+            "whole models",
+        ),
     ],
 )
 def test_what_stages_do_not_go_with_is_refused(home: Path, overrides: tuple[str, ...], words: str) -> None:

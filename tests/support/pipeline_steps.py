@@ -68,6 +68,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b, one more": {"extra_warmup": True},
     "interleaved": {"virtual": 2},
     "interleaved, one more": {"virtual": 2, "extra_warmup": True},
+    "overlap": {"schedule": "overlap", "virtual": 2},
+    "zb_h1": {"schedule": "zb_h1"},
+    "zbv": {"schedule": "zbv", "virtual": 2},
+    "dualpipe_v": {"schedule": "dualpipe_v", "virtual": 2},
 }
 COUNTS: dict[str, Callable[[int], int]] = {  # micro-batches, by the processes of pp
     "1": lambda ranks: 1,

@@ -54,7 +54,6 @@ def choose(
     Args:
         blocks: the options of each block, in the order of the forward pass.
         in_flight: micro-batches of which a block keeps something at a time, one number or one for each block: factors of `kept`, `host`.
-            Internal: no pipeline reaches it yet.
         gradients: for each block, bytes of the gradients that later blocks have left when it computes its backward.
         host_room: bytes of the host's memory.
         unit: bytes are rounded up to multiples of it, which bounds the work: the answer is exact in these units, and never over the room.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
+from operator import add, mul
 from typing import cast
 
 from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
@@ -164,8 +165,23 @@ def static_bytes(
 
 
 @dataclass(frozen=True)
+class Flight:
+    """What a rank of a pipeline has at one time of a step.
+
+    blocks: for each block the micro-batches between its forward and its backward pass, the one that computes among them. at: the places of
+    the blocks that compute. beside: bytes of micro-batches that were read and of messages. sums: whether it is the last backward pass of
+    these blocks, in which gradients are summed over shards.
+    """
+
+    blocks: tuple[int, ...]
+    at: range
+    beside: int
+    sums: bool = False
+
+
+@dataclass(frozen=True)
 class StepFigures:
-    """The costs of a step of one micro-batch.
+    """The costs of a step of one micro-batch; of a rank of a pipeline, with the micro-batches that its `flights` tell.
 
     Args:
         static: between steps and in the update.
@@ -179,6 +195,9 @@ class StepFigures:
         experts: of the experts of each block that other devices do not hold: numbers that train, bytes of those that do not.
         gradients_stay: whether all gradients exist from the start: with accumulation, and with replicas.
         keep_last: whether the last block offloads nothing.
+        flights: of a rank of a pipeline; none where each micro-batch's backward follows its forward.
+        sums: bytes of each block with which gradients are summed over shards in a flight: as they are sent, and their shard, less its weights.
+        fresh: bytes of the largest gradient of each block, which is added to those of earlier micro-batches in a flight.
     """
 
     static: StaticMemory
@@ -193,6 +212,9 @@ class StepFigures:
     frozen: tuple[int, ...] = ()
     experts: tuple[tuple[int, int], ...] = ()
     plain_seconds: tuple[float, ...] = field(default=())  # of each kind, forward and backward
+    flights: tuple[Flight, ...] = ()
+    sums: tuple[int, ...] = ()
+    fresh: tuple[int, ...] = ()
     head_widths: Mapping[int, int] = field(default_factory=dict)  # operations of attention, where shapes tell them
 
     def with_host_base(self) -> StepFigures:
@@ -210,7 +232,8 @@ class StepFigures:
     def resident_gradients(self) -> list[int]:
         """Bytes of gradients that exist in the backward of each block, beside its own."""
         if self.gradients_stay:
-            return [self.static.gradients - own for own in self.gradients]
+            fresh = self.fresh or (0,) * len(self.gradients)
+            return [self.static.gradients - own + new for own, new in zip(self.gradients, fresh, strict=True)]
         after, sizes = 0, []
         for own in reversed(self.gradients):
             sizes.append(after)
@@ -235,23 +258,42 @@ class StepFigures:
         """The options that add least time within a budget of bytes, and within the host's room; None where nothing fits."""
         if budget < self.fixed_peak:
             return None
-        room = budget - self.base
+        heaviest = self.heaviest
+        room = budget - self.base - heaviest.beside
+        while (choice := self._within(room, heaviest.blocks, host_room)) is not None:
+            over = self.peak(choice) - budget if self.flights else 0
+            if over <= 0:
+                return choice
+            room -= over  # at another time, or in an earlier block
+        return None
+
+    def _within(self, room: int, in_flight: Sequence[int], host_room: int | None) -> list[int] | None:
+        """The options that add least time within a room for what blocks keep and take."""
         blocks, gradients = self.blocks(), self.resident_gradients()
-        if room < least_room(blocks, gradients=gradients)[0]:
+        if room < least_room(blocks, in_flight, gradients=gradients)[0]:
             return None
         units = (room // UNITS, room // UNITS**1.5, 1)  # near the least that is possible, rounding may leave nothing
         tried = (
-            choose(blocks, room, gradients=gradients, host_room=host_room, unit=max(1, int(unit))) for unit in units
+            choose(blocks, room, in_flight, gradients=gradients, host_room=host_room, unit=max(1, int(unit)))
+            for unit in units
         )
         return next((choice for choice in tried if choice is not None), None)
 
+    @property
+    def heaviest(self) -> Flight:
+        """The time at which most is kept, if all is."""
+        plain = [options[0].kept for options in self.blocks()]
+        alone = Flight((1,) * len(plain), range(len(plain)), 0)
+        weighed = {flight: flight.beside + sum(map(mul, flight.blocks, plain)) for flight in self.flights or (alone,)}
+        return max(weighed, key=weighed.__getitem__)
+
     def smallest(self) -> list[int]:
         """The options with the lowest peak."""
-        return least_room(self.blocks(), gradients=self.resident_gradients())[1]
+        return least_room(self.blocks(), self.heaviest.blocks, gradients=self.resident_gradients())[1]
 
     def least(self) -> int:
         """The least budget for which there is a choice."""
-        return max(self.fixed_peak, self.base + least_room(self.blocks(), gradients=self.resident_gradients())[0])
+        return self.peak(self.smallest())
 
     def alike(self) -> list[list[int]]:
         """The choices in which all blocks take the same ways."""
@@ -261,7 +303,20 @@ class StepFigures:
 
     def peak(self, chosen: Sequence[int]) -> int:
         """Bytes at the peak of a step with these options."""
-        return max(self.fixed_peak, self.base + peak_of(self.blocks(), chosen, gradients=self.resident_gradients()))
+        blocks, gradients = self.blocks(), self.resident_gradients()
+        kept = [options[option].kept for options, option in zip(blocks, chosen, strict=True)]
+
+        def bytes_at(flight: Flight) -> int:
+            at = slice(flight.at.start, flight.at.stop)
+            others = sum(map(mul, flight.blocks, kept)) - sum(kept[at])  # beside the micro-batch that computes
+            left, peaks = gradients[at], list[int]()
+            if flight.sums:  # those of the block behind are still being sent
+                left = list(map(add, left, (*self.gradients[at][1:], 0)))
+                before = accumulate(kept[at], initial=0)
+                peaks = [each + own + self.static.gradients for each, own in zip(before, self.sums[at], strict=False)]
+            return flight.beside + others + max(peak_of(blocks[at], chosen[at], gradients=left), *peaks)
+
+        return max(self.fixed_peak, self.base + max(map(bytes_at, self.flights or (self.heaviest,))))
 
     def plain_peak(self) -> int:
         """Bytes at the peak of a step that saves everything."""

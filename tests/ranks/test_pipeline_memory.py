@@ -1,0 +1,90 @@
+"""The memory of a pipeline's ranks: as much for many micro-batches as for few, as planned, and within budgets."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspeed.memory.planning.peak import peak_bytes
+from mmspeed.pipelines.tuning.memory_estimate import plan_memory
+from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
+from mmspeed.pipelines.tuning.memory_stages import stage_of
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
+from tests.ranks.test_expert_states import config, home, losses, train
+from tests.ranks.test_memory_choice import opened, with_experts
+from tests.support.spawn import run_ranks
+from tests.unit.pipelines.test_memory_choice import CPU, config_of, task_of
+
+__all__ = ["home"]  # a fixture
+
+LANGUAGE = ("model.num_hidden_layers=4", "sequence_length=1023", "train.micro_batch_size=1")
+
+
+def configs(folder: str, world: int) -> list[tuple[Any, Any]]:
+    """Configs of pipelines with what makes their tasks: of a decoder with experts, and of a SoraDiT."""
+    found: list[tuple[Any, Any]] = []
+    for parallel in STAGED[world]:
+        found.append((with_experts(folder, (*LANGUAGE, *parallel)), opened))
+        micro = ("train.batch_size=8", "train.micro_batch_size=1", *parallel)
+        found.append((config_of(Path(folder), *micro, width=64, depth=4, size=64, frames=9), task_of))
+    return found
+
+
+AGAIN = "memory.activation_policy={block: recompute}"
+STAGED = {
+    2: [("parallel.pp=2",), ("parallel.pp=2", "parallel.virtual=2")],
+    4: [("parallel.pp=2", AGAIN), ("parallel.pp=4", "parallel.extra_warmup=true"), ("parallel.pp=2", "parallel.virtual=2", "memory.states=host")],
+}  # fmt: skip
+
+
+def planned_and_measured(folder: str, world: int) -> list[Any]:
+    """(config, bytes between steps and at the peak, planned and measured) of this process."""
+    rows = []
+    for own, make in configs(folder, world):
+        task = make(own)
+        plan = plan_memory(own, task=task, world=world, options=False)
+        trial = SyntheticStep(own, make(own), CPU, text_tokens=task.domain.longest_text())
+        step = (plan.step.shape, plan.step.items, plan.step.batches)
+        trial.run(*step)  # makes states
+        measured = [
+            peak_bytes(CPU, trial.state_bytes, partial(trial.run, *step[:2], step[2] * times)) for times in (1, 4)
+        ]
+        figures = plan.ranks[stage_of(own)]
+        names = f"{own.task} {own.parallel}"
+        rows.append((names, figures.static.between, trial.state_bytes, figures.plain_peak(), measured))
+    return rows
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_plan_tells_the_memory_of_each_rank(tmp_path: Path, world: int) -> None:
+    """Weights, states and gradients, micro-batches in flight, those read, and buffers; four times the micro-batches take no more."""
+    for rank, rows in enumerate(run_ranks(planned_and_measured, world, str(tmp_path), world)):
+        for names, between, held, planned, measured in rows:
+            assert between == pytest.approx(held, rel=0.01), (rank, names)
+            assert planned == pytest.approx(measured[0], rel=0.05), (rank, names)
+            assert measured[1] == pytest.approx(measured[0], rel=0.01), (rank, names)
+
+
+OWN = (
+    "model.num_hidden_layers=4",
+    "sequence_length=1023",
+    "train.micro_batch_size=1",
+    "train.batch_size=8",
+    "train.steps=3",
+)
+
+
+def test_stages_keep_to_a_budget_and_learn_the_same(home: Path) -> None:
+    staged = (*OWN, "parallel.pp=2")
+    ranks = plan_memory(config(home, *staged), task=opened(config(home, *staged)), world=2, with_swap=False).ranks
+    budget = (max(each.least() for each in ranks) + ranks[0].plain_peak()) // 2
+    assert budget < ranks[0].plain_peak()
+    run_ranks(train, 1, str(home), [("budget-whole", OWN)])
+    run_ranks(train, 2, str(home), [("budget", (*staged, f"memory.budget={budget}"))])
+    found = json.loads((config(home, "name=budget").run_dir / MEMORY_NAME).read_text())
+    assert found["measured"]["peak_bytes"] <= budget and len(found["blocks"]) == 4 and any(found["blocks"])
+    assert losses(home, "budget") == pytest.approx(losses(home, "budget-whole"), rel=2e-5)
