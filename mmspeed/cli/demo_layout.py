@@ -98,12 +98,16 @@ def pipeline_lines(config: RunConfig, rows: list[dict[str, Any]]) -> list[str]:
     steps = [row["pipeline"] for row in rows if "pipeline" in row]
     if pipeline.ranks == 1 or not steps:
         return []
-    batches, bubble = steps[-1]["micro_batches"], steps[-1]["bubble"]
+    last = steps[-1]
+    batches, waits = last["micro_batches"], last["waits"]
+    each = ", ".join(f"{kind} {sum(of) / len(of):.3f}" for kind, of in waits.items())
     lines = [
-        f"the pipeline: {batches} micro-batches through {pipeline.stages} stages; it stands still for {bubble:.0%} of a step, if stages are "
-        "equal and backward takes twice as long as forward:",
+        f"the pipeline: {batches} micro-batches through {pipeline.stages} stages; it stands still for {last['reckoned_bubble']:.0%} of a step, "
+        "if stages are equal and backward takes twice as long as forward:",
         *picture(reckoned(pipeline, batches)),
         "digits: forward of a micro-batch, letters: backward, dots: waiting",
+        f"measured in the last step, of {last['seconds']:.3f} s: it stands still for {last['bubble']:.0%}, and exchanges between stages add "
+        f"{last['exposed']:.0%}; a process waits, in seconds ({each}); the report draws it",
     ]
     if pipeline.overlaps:
         lines.append(exposed_line(pipeline, batches, EXCHANGE))
