@@ -160,13 +160,17 @@ class ParallelConfig(Section):
             keys = {f"virtual {self.virtual}": self.virtual > 1, "extra_warmup": self.extra_warmup}
             key = next((key for key, given in keys.items() if given), f"schedule {self.schedule}")
             raise ValueError(f"{key} is for the stages of pp devices: set pp, or leave it out")
-        least, most = _STAGES.get(self.schedule, (1, self.virtual))
-        if not least <= self.virtual <= (most or self.virtual):
+        if not self._holds(*_STAGES.get(self.schedule, (1, None))):
+            least, most = _STAGES[self.schedule]
+            fitting = " or ".join(name for name, numbers in _STAGES.items() if self._holds(*numbers))
             raise ValueError(
-                f"schedule {self.schedule} is for virtual {least}{'' if most else ' or more'}, not {self.virtual}"
+                f"schedule {self.schedule} is for virtual {least}{'' if most else ' or more'}, not {self.virtual}: set virtual {least}, or "
+                f"schedule {fitting}"
             )
         if self.extra_warmup and self.schedule not in ("auto", "1f1b", "interleaved"):
-            raise ValueError(f"extra_warmup is for the schedules 1f1b and interleaved, not for {self.schedule}")
+            raise ValueError(
+                f"extra_warmup is for the schedules 1f1b and interleaved, not for {self.schedule}: leave one of them out"
+            )
         if self.stages is not None:
             count = self.pp * self.virtual
             if self.pp == 1 or len(self.stages) != count:
@@ -190,6 +194,10 @@ class ParallelConfig(Section):
             )
         return self
 
+    def _holds(self, least: int, most: int | None) -> bool:
+        """True where `virtual` is within these numbers."""
+        return least <= self.virtual <= (most or self.virtual)
+
     @property
     def sequence(self) -> int:
         """Devices that share the tokens of an item."""
@@ -206,9 +214,27 @@ class ParallelConfig(Section):
         return self.ep * self.etp
 
     @property
+    def through(self) -> int:
+        """Devices that an item passes through: those that compute it together, in each stage of a pipeline."""
+        return self.pp * self.group
+
+    @property
+    def divides_models(self) -> bool:
+        """True where devices hold other experts, or other blocks, of one model."""
+        return self.expert_devices > 1 or self.pp > 1
+
+    @property
     def least_devices(self) -> int:
         """The fewest devices of this layout: in each stage those that compute one item together, as often as experts need."""
         return self.pp * math.lcm(self.group, self.expert_devices)
+
+    def dealt(self, world: int) -> int:
+        """The devices of a run that hold one stage of a pipeline each, over which the items of a step are dealt."""
+        return world // self.pp
+
+    def groups(self, world: int) -> int:
+        """The groups of devices of a run that compute different items."""
+        return max(1, world // self.through)
 
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
@@ -246,11 +272,15 @@ class ParallelConfig(Section):
         """The axes along which devices compute one sample together, such as "ring 2 x tp 2"."""
         return " x ".join(f"{axis} {n}" for axis, n in self.sizes().items() if axis in together_along() and n > 1)
 
+    def together_in_words(self) -> str:
+        """The axes along which devices compute one sample, together or as stages, such as "pp 2 x tp 2"."""
+        return " x ".join([f"pp {self.pp}"] * (self.pp > 1) + [self.group_in_words()] * (self.group > 1))
+
     def check_world(self, world: int) -> None:
         """Raise UserError if the groups of devices, or those that share experts, do not divide the processes of a run."""
-        if world % self.group:
+        if world % self.through:
             raise UserError(
-                f"parallel: {self.group_in_words()} does not divide the {world} processes of this run; change one, or --nproc"
+                f"parallel: {self.together_in_words()} does not divide the {world} processes of this run; change one, or --nproc"
             )
         if self.ep * self.etp > 1:
             mesh_table(world, self.axis_sizes())

@@ -35,6 +35,16 @@ def counting_modules(models: Models) -> dict[str, CountsSteps]:
     return modules
 
 
+def place_of(name: str, models: Models) -> list[int]:
+    """The place of a module, by role and name, among all modules of the models, whichever of them a pipeline's stage holds."""
+    role, *parts = name.split(".")
+    places, module = [list(models).index(role)], unwrap(models[role])
+    for part in parts:
+        places.append([child for child, _ in module.named_children()].index(part))
+        module = module.get_submodule(part)
+    return places
+
+
 @contextmanager
 def counting(modules: Mapping[str, CountsSteps], group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Let modules count the micro-batches that are computed inside, from 0; processes of the group have equally many."""

@@ -5,6 +5,7 @@ Micro-batches may have shapes of their own, and any number of them makes a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from mmspeed import comm
 from mmspeed.data.cache.files import write_whole
 from mmspeed.device import Device
-from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy
 from mmspeed.parallel.stage_weights import StageWeights, let_weights_wait
 from mmspeed.parallel.stages import Stages, stages_of
@@ -71,14 +71,14 @@ class PipelineRunner:
         try:
             if self.turns is not None and not self.stages.pipeline.splits:
                 ledger.gives_way = self.fill
-            actions.run(_Step(self, call, ends, window, iter(stays)))
+            actions.run(_Step(self, call, ends, record, window, iter(stays)))
             if self.gradients is not None:
                 assert not self.gradients.left
                 weights.sum_rest()
         except RuntimeError as error:
-            if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
-                raise error.__cause__ from None
-            raise
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # torch tells of each error of a forward pass by one of its own
         finally:
             ledger.gives_way = None
             if self.gradients is not None:
@@ -128,7 +128,7 @@ class PipelineRunner:
 class _Step:
     """What torch's runtime calls in one step (`PipelineCalls`). ends: notes a micro-batch by the output of its last stage, and gives its loss.
 
-    stays: for each pass with weights, in order, whether they stay gathered behind it.
+    record: the step's. stays: for each pass with weights, in order, whether they stay gathered behind it.
     """
 
     def __init__(
@@ -136,11 +136,12 @@ class _Step:
         runner: PipelineRunner,
         call: Call,
         ends: Callable[[Batch, Any], Tensor],
+        record: RunRecord,
         window: _Window,
         stays: Iterator[bool],
     ) -> None:
         self.runner, self.stages, self.weights = runner, runner.stages, runner.weights
-        self.call, self.ends, self.window, self.stays = call, ends, window, stays
+        self.call, self.ends, self.record, self.window, self.stays = call, ends, record, window, stays
         self.left = len(runner.stages.own)  # stages whose last backward pass is to come
 
     def like(self, stage: int, number: int) -> list[Tensor]:
@@ -153,7 +154,10 @@ class _Step:
             batch = self.window.take(number)
         with self.around("forward", stage, number):
             out = self.stages.run_stage(stage, came, lambda: self.call(batch))
-            return out if stage < self.stages.count - 1 else self.ends(batch, out)
+            if stage == self.stages.count - 1:
+                return self.ends(batch, out)
+            self.record.handed_over.append((stage, torch.linalg.vector_norm(out[0].detach(), math.inf)))
+            return out
 
     def before_backward(self, stage: int, last: bool) -> None:
         self.weights.stay_whole(stage, next(self.stays))

@@ -19,7 +19,7 @@ from mmspeed.mesh import Mesh
 from mmspeed.parallel import sum_shared_gradients
 from mmspeed.protocols import Batch, Divisors, MicroBatches, Models, Update, UseName
 
-from .counts import counting, counting_modules, share_counts
+from .counts import counting, counting_modules, place_of, share_counts
 from .gradients import clip_gradients
 from .optimizers.gradient_release import ReleasingOptimizer
 from .optimizers.make_optimizer import AnyOptimizer
@@ -45,7 +45,9 @@ class StepResult:
     bad: list[str] = field(default_factory=list)  # sources of the items whose loss was not finite
     bad_uses: tuple[UseName, ...] = ()  # the names of these items
     left_out: tuple[str, ...] = ()  # sources of such items, without which the step was computed again
-    origin: str | None = None  # the first module that counted by values that were not finite
+    origin: str | None = (
+        None  # the first module that counted by values that were not finite, or the stage that gave such
+    )
     terms: Mapping[str, float] = field(default_factory=dict)  # each over its divisor
     updated: frozenset[str] = frozenset()  # roles whose weights changed
     broken: str | None = None  # the update that is not finite
@@ -235,14 +237,16 @@ def apply_update(
     uses: dict[UseName, str] = {}
     origin = None
     if broken_ranks:
-        places = [place for place, module in enumerate(counters.values()) if not module.is_finite()]
-        of_ranks = all_gather_objects((non_finite(record), places), group)  # tuples come back as lists
+        met = [(place_of(name, learning), name) for name, module in counters.items() if not module.is_finite()]
+        stages = [stage for stage, greatest in record.handed_over if not math.isfinite(greatest)]
+        of_ranks = all_gather_objects((non_finite(record), met, stages), group)  # tuples come back as lists
         uses = dict(
-            sorted(((key, epoch, repeat), source) for pairs, _ in of_ranks for (key, epoch, repeat), source in pairs)
+            sorted(((key, epoch, repeat), source) for pairs, *_ in of_ranks for (key, epoch, repeat), source in pairs)
         )
         bad = sorted(set(uses.values()))
-        first = min((place for _, found in of_ranks for place in found), default=None)
-        origin = None if first is None else list(counters)[first]
+        first = min((stage for *_, found in of_ranks for stage in found), default=None)
+        from_stage = None if first is None else f"the tokens behind pipeline stage {first}"
+        _, origin = min((each for _, found, _ in of_ranks for each in found), default=(None, from_stage))
         if releasing is not None:
             raise _partly_applied(loss, grad_norm, bad, origin)
     withheld = not broken_ranks and releasing is None and accept is not None and not accept(loss, grad_norm)

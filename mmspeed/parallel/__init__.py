@@ -14,6 +14,7 @@ from mmspeed.graphs import compile_forward
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols.plan import ModelPlan, blocks_of, plan_of
 from mmspeed.replay import recorded_modules
 
@@ -33,9 +34,9 @@ from .data_parallel import (
     tensors_of,
     unwrap,
 )
-from .experts import spread_experts
+from .experts import check_spread, spread_experts
 from .sequence.hybrid_attention import SequenceAxes
-from .stages import StageModel, end_calls_at_stages, stages_of
+from .stages import StageModel, end_calls_at_stages, plan_to_cut, stages_of
 from .tensor import check_heads, sum_shared_gradients
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Strategy",
     "TokenLayout",
     "autocast",
+    "check_division",
     "check_layout",
     "is_half",
     "is_spread",
@@ -186,6 +188,13 @@ def _check_tensor(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
         raise UserError(
             f"parallel.tp: the plan of {type(model).__name__} gives its layers no roles; use ring and ulysses"
         )
+
+
+def check_division(model: nn.Module, parallel: ParallelConfig, world: int) -> None:
+    """Raise UserError where `world` processes cannot divide a model's experts, or its blocks; no weight is read."""
+    check_spread(model, parallel, world)
+    if parallel.pp > 1:
+        plan_to_cut(model, Pipeline.of(parallel))
 
 
 def check_layout(model: nn.Module, parallel: ParallelConfig) -> None:

@@ -85,8 +85,9 @@ class Passing:
 class Stages:
     """The stages of one model on one process.
 
-    own: their numbers. bounds: the blocks of every stage. group: of the processes with the other stages. shared: names of parameters that
-    other stages hold too, with the group of their processes, which the first stage is of. outlines: modules that others hold.
+    own: their numbers. bounds: the blocks of every stage. numbers: those of all stages' parameters, and of them those that train. group: of
+    the processes with the other stages. shared: names of parameters that other stages hold too, with the group of their processes, which
+    the first stage is of. outlines: modules that others hold.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Stages:
     ) -> None:
         self.pipeline, self.bounds, self.carries, self.group = pipeline, tuple(bounds), carries, group
         self.own = tuple(pipeline.own(dist.get_rank(group) if rank is None else rank))
+        self.numbers = (0, 0)
         self.shared: list[tuple[dist.ProcessGroup | None, tuple[str, ...]]] = []
         self.outlines: list[Outline] = []
         self.tokens: BetweenStages | None = None  # of a model whose tokens several processes share
@@ -377,6 +379,19 @@ def stages_of(model: nn.Module) -> Stages | None:
     return vars(model).get("_stages")
 
 
+def plan_to_cut(model: nn.Module, pipeline: Pipeline) -> ModelPlan:
+    """The plan of a model that a pipeline can cut; no weight is read. Raises UserError as `cut_into_stages`."""
+    plan = plan_of(model)
+    if plan is None or not plan.carried:
+        lacks = "has no plan" if plan is None else "has a plan without `carried`"
+        raise UserError(
+            f"parallel.pp {pipeline.ranks}: {type(model).__name__} {lacks}, which says what travels between blocks: declare it "
+            "(docs/extending.md), or leave pp at 1"
+        )
+    check_stages(len(_units(plan)), pipeline)
+    return plan
+
+
 def cut_into_stages(
     model: nn.Module,
     group: dist.ProcessGroup | None,
@@ -393,13 +408,8 @@ def cut_into_stages(
     Raises UserError for a model without a plan that says what travels, or where that does not fit, for more stages than blocks, and for
     sizes of other blocks.
     """
-    plan = plan_of(model)
-    if plan is None or not plan.carried:
-        raise UserError(
-            f"parallel.pp: the plan of {type(model).__name__} does not say what travels between blocks (carried)"
-        )
+    plan = plan_to_cut(model, pipeline)
     units = _units(plan)
-    check_stages(len(units), pipeline)
     if sizes is not None:
         parts = given_bounds(sizes, len(units))
     else:
@@ -409,13 +419,15 @@ def cut_into_stages(
         )
     bounds = [range(units[part.start].start, units[part.stop - 1].stop) for part in parts]
     stages = Stages(pipeline, bounds, Carries(plan.carried, plan.further, plan.summed), group, rank)
+    stages.numbers = count_parameters(model)
     held = {place for stage in stages.own for place in bounds[stage]}
     last = len(bounds) - 1 in stages.own
     embeds = _embeds(model, plan)
     behind = [name for name in (*plan.after, *_around_blocks(model, plan)) if name not in embeds]
     outlined = [name for name in embeds if not (0 in stages.own or (last and name in plan.after))]
     others = [block.name for place, block in enumerate(plan.blocks) if place not in held]
-    kept = _outlined(kept_plan(model, plan, others if last else (*others, *behind)), outlined)
+    whole, gone = _plan_of_stages(model, plan), others if last else (*others, *behind)
+    kept = _outlined(kept_plan(model, whole, gone), outlined)
     for place, block in enumerate(plan.blocks):
         module = model.get_submodule(block.name)
         at = BlockPlace.of(place, base_of_adapters(module))
@@ -439,6 +451,30 @@ def cut_into_stages(
         stages.shared.append((both, tuple(name for name in names if is_within(name, twice))))
     vars(model)["_stages"] = stages
     return stages
+
+
+def _plan_of_stages(model: nn.Module, plan: ModelPlan) -> ModelPlan:
+    """The plan of a model whose tokens are split where they enter the blocks, in whatever stage, and of whose blocks some may be gone."""
+    named, first = kept_plan(model, plan, ()), plan.blocks[0].name
+    of_first = named.inputs.get(first, {})
+    entering = {name: what for name, what in of_first.items() if name in plan.carried and isinstance(what, Split)}
+    inputs = {**named.inputs, first: {name: what for name, what in of_first.items() if name not in entering}}
+    before = [None, *(block.attends for block in plan.blocks)]
+    return replace(
+        named,
+        blocks=tuple(replace(block, follows=at) for block, at in zip(named.blocks, before, strict=False)),
+        attends=plan.attends_all,
+        entering=entering,
+        inputs={name: own for name, own in inputs.items() if own},
+    )
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """The numbers of a model's parameters, and of those that train; of all its stages."""
+    if (stages := stages_of(model)) is not None:
+        return stages.numbers
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
 
 
 def shared_parameters(model: nn.Module) -> list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:

@@ -239,10 +239,16 @@ def needs(entry: Action | Pair, pipeline: Pipeline) -> set[Action]:
 
 def check_stages(blocks: int, pipeline: Pipeline) -> None:
     """Raise UserError for more stages than blocks."""
+    ranks, virtual = pipeline.ranks, pipeline.virtual
     if pipeline.stages > blocks:
+        fits = {"virtual": 0 if pipeline.folded else blocks // ranks, "pp": blocks // virtual}
+        words = (
+            " or ".join(f"parallel.{key} {most}" for key, most in fits.items() if most >= (key == "pp") + 1)
+            or "no pipeline"
+        )
         raise UserError(
-            f"parallel.pp {pipeline.ranks} x parallel.virtual {pipeline.virtual} makes {pipeline.stages} stages, and the model has {blocks} blocks: each "
-            f"stage needs one, so use at most {blocks} together"
+            f"parallel.pp {ranks} x parallel.virtual {virtual} makes {pipeline.stages} stages, and the model has {blocks} blocks: each "
+            f"stage needs one, so use {words}"
         )
 
 

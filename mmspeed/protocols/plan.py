@@ -492,11 +492,15 @@ def keep_blocks(model: nn.Module, places: Sequence[int]) -> None:
         if own[0] in singles:
             renamed |= {blocks[place][0]: blocks[place][0] for place in own}
             continue
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, nn.ModuleList(blocks[place][1] for place in own))
         renamed |= {blocks[place][0]: f"{name}.{number}" for number, place in enumerate(own)}
-    if plan is not None:
-        declare_plan(model, _with_blocks(plan, renamed))
+    gone = [name for name, _ in blocks if name not in renamed]
+    kept = None if plan is None else kept_plan(model, plan, gone, renamed)
+    for name, own in places_by_list.items():
+        if own[0] not in singles:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, nn.ModuleList(blocks[place][1] for place in own))
+    if kept is not None:
+        declare_plan(model, kept)
 
 
 def is_within(name: str, modules: Collection[str]) -> bool:
@@ -504,12 +508,21 @@ def is_within(name: str, modules: Collection[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in modules)
 
 
-def kept_plan(model: nn.Module, plan: ModelPlan, gone: Collection[str]) -> ModelPlan:
-    """A model's plan without what it says of some modules, blocks among them, and of modules within; patterns become names."""
+def kept_plan(
+    model: nn.Module, plan: ModelPlan, gone: Collection[str], renamed: Mapping[str, str] | None = None
+) -> ModelPlan:
+    """A model's plan without what it says of some modules, blocks among them, and of modules within; patterns become names.
+
+    renamed: the new names of blocks that stay.
+    """
+
+    def new(name: str) -> str:
+        old = next((block for block in renamed or () if is_within(name, (block,))), "")
+        return renamed[old] + name.removeprefix(old) if renamed and old else name
 
     def entries(old: Mapping[str, T]) -> dict[str, T]:
         matches = ((name, entry) for pattern, entry in old.items() for name, _ in _matches(model, pattern))
-        return {name: entry for name, entry in matches if not is_within(name, gone)}
+        return {new(name): entry for name, entry in matches if not is_within(name, gone)}
 
     def names(old: Iterable[str]) -> tuple[str, ...]:
         return tuple(entries(dict.fromkeys(old)))
@@ -517,19 +530,12 @@ def kept_plan(model: nn.Module, plan: ModelPlan, gone: Collection[str]) -> Model
     inputs: dict[str, dict[str, Split | Leading | Seen]] = {}
     for pattern, arguments in plan.inputs.items():
         for name, _ in _matches(model, pattern):
-            inputs.setdefault(name, {}).update(arguments)
-    of_first = inputs.get(plan.blocks[0].name, {})
-    entering = {name: what for name, what in of_first.items() if name in plan.carried and isinstance(what, Split)}
-    for name in entering:
-        del of_first[name]
-    before = [None, *(block.attends for block in plan.blocks)]
-    following = [replace(block, follows=at) for block, at in zip(plan.blocks, before, strict=False)]
+            if not is_within(name, gone):
+                inputs.setdefault(new(name), {}).update(arguments)
     return replace(
         plan,
-        blocks=tuple(block for block in following if not is_within(block.name, gone)),
-        attends=plan.attends_all,
-        entering=entering,
-        inputs={name: own for name, own in inputs.items() if own and not is_within(name, gone)},
+        blocks=tuple(replace(block, name=new(block.name)) for block in plan.blocks if not is_within(block.name, gone)),
+        inputs=inputs,
         outputs=entries(plan.outputs),
         attention=entries(plan.attention),
         linears=entries(plan.linears),
@@ -539,39 +545,6 @@ def kept_plan(model: nn.Module, plan: ModelPlan, gone: Collection[str]) -> Model
         mlps=names(plan.mlps),
         before=names(plan.before),
         after=names(plan.after),
-        embeds=names(plan.embeds),
-    )
-
-
-def _with_blocks(plan: ModelPlan, renamed: Mapping[str, str]) -> ModelPlan:
-    """The plan of a model of which some blocks are left, under new names; what it says of the others is left out."""
-    places = {block.name: place for place, block in enumerate(plan.blocks)}
-
-    def renaming(name: str) -> str | None:
-        """The new name of a module; None where it is in a block that is gone. Patterns stay as they are."""
-        parts = name.split(".")
-        for end in range(len(parts), 0, -1):
-            block = ".".join(parts[:end])
-            if block in places:
-                return ".".join([renamed[block], *parts[end:]]) if block in renamed else None
-        return name
-
-    def by_name(entries: Mapping[str, T]) -> dict[str, T]:
-        known = ((renaming(name), entry) for name, entry in entries.items())
-        return {name: entry for name, entry in known if name is not None}
-
-    def names(old: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name for name in map(renaming, old) if name is not None)
-
-    return replace(
-        plan,
-        blocks=tuple(replace(plan.blocks[places[old]], name=name) for old, name in renamed.items()),
-        inputs=by_name(plan.inputs),
-        outputs=by_name(plan.outputs),
-        attention=by_name(plan.attention),
-        linears=by_name(plan.linears),
-        divided=by_name(plan.divided),
-        channel_norms=names(plan.channel_norms),
-        experts=by_name(plan.experts),
         cuts=None if plan.cuts is None else names(plan.cuts),
+        embeds=names(plan.embeds),
     )

@@ -28,12 +28,15 @@ class CheckOutcome(Protocol):
 
 @dataclass(frozen=True)
 class RunWork:
-    """The work of a whole training on `world` devices: its epochs, what one of them has in words, and the busiest device's items."""
+    """The work of a whole training on `world` devices: its epochs, what one of them has in words, the busiest device's items, and the
+    mean number of a step's micro-batches on a device.
+    """
 
     world: int
     epochs: float
     of: str
     items: Mapping[ShapeClass, float]
+    micro_batches: float
 
 
 @runtime_checkable

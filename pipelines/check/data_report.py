@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,6 @@ from mmspeed.protocols import (
     Models,
     RunPlace,
     RunWork,
-    ShapeClass,
     StepData,
     blocks_of,
     shape_words,
@@ -57,7 +56,7 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
     with process_group(device):
         task = task or make_task(config)
         least = config.parallel.least_devices
-        place = RunPlace(device, world=least, dealt=least, folder=config.run_dir)
+        place = RunPlace(device, world=least, dealt=config.parallel.dealt(least), folder=config.run_dir)
         task.domain.open(place)
         lines, warnings = task.domain.notes()
         report.lines_ += [*lines, *(f"warning: {warning}" for warning in warnings)]
@@ -70,7 +69,7 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
         ]
         work = _report_steps(report, config, task, place)
         worlds = _report_ranks(report, config, task, ranks)
-    works = [] if work is None else [replace(work, world=world, items=_shares(work.items, world)) for world in worlds]
+    works = [] if work is None else [_on(work, *each) for each in worlds.items()]
     report.lines_ += run_lines(config, task, works)
     _report_run(report, config)
     return report
@@ -91,9 +90,10 @@ def _model_line(task: Task, role: str, model: nn.Module, learns: bool) -> str:
     return f"{role}: {type(model).__name__}, {blocks} block{'s'[: blocks != 1]}, {numbers:,} parameters, {share}"
 
 
-def _shares(items: Mapping[ShapeClass, float], world: int) -> dict[ShapeClass, float]:
-    """A device's equal share of items."""
-    return {shape: count / world for shape, count in items.items()}
+def _on(work: RunWork, world: int, micro_batches: int) -> RunWork:
+    """The work of one device on several, each with an equal share."""
+    items = {shape: count / world for shape, count in work.items.items()}
+    return replace(work, world=world, items=items, micro_batches=micro_batches)
 
 
 def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunPlace) -> RunWork | None:
@@ -125,7 +125,8 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
     if size.left_out:
         report.lines_.append(f"left out of the first epoch: {size.left_out:,} items without a token to predict")
     report.lines_ += shares
-    return RunWork(1, epochs, f"{size.samples:,} items", {shape: count * steps for shape, count in step.counts.items()})
+    items = {shape: count * steps for shape, count in step.counts.items()}
+    return RunWork(1, epochs, f"{size.samples:,} items", items, 1.0)
 
 
 def _gradient_lines(config: RunConfig, data: Data) -> list[str]:
@@ -141,26 +142,26 @@ def _gradient_lines(config: RunConfig, data: Data) -> list[str]:
     return [f"{how} of shape class {shape_words(shape)}: {share:.3f}" for shape, share in shares.items()]
 
 
-def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> list[int]:
+def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> dict[int, int]:
     """Report the micro-batches of the first step on each number of devices, and requested numbers that the layout does not allow.
 
-    Returns the numbers that it allows.
+    Returns the micro-batches of each number that it allows.
     """
-    worlds = []
+    worlds = {}
     for world in [devices_here(config.device.kind, config.parallel.least_devices)] if ranks is None else ranks:
         try:
             config.parallel.check_world(world)
         except UserError as error:
             report.problems.append(str(error))
             continue
-        worlds.append(world)
-        groups = world // config.parallel.group
-        place = RunPlace(Device("cpu", 0), world=world, groups=groups, dealt=world, folder=config.run_dir)
+        groups, dealt = config.parallel.groups(world), config.parallel.dealt(world)
+        place = RunPlace(Device("cpu", 0), world=world, groups=groups, dealt=dealt, folder=config.run_dir)
         data = task.data(place)
         try:
             shapes = data.shapes(0)
         finally:
             data.close()
+        worlds[world] = len(shapes)
         words = ", ".join(f"{each.items} x {shape_words(each.shape)}" for each in shapes[:4])
         more = f", ... ({len(shapes)} micro-batches)" if len(shapes) > 4 else ""
         report.lines_.append(

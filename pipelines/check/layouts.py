@@ -23,7 +23,7 @@ from mmspeed.config.parallel import AXES, UNSPLIT, ParallelConfig
 from mmspeed.config.tasks import task_class, task_entry
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.parallel.experts import check_spread
+from mmspeed.parallel import check_division
 from mmspeed.pipelines.check.children import Child, run_children
 from mmspeed.pipelines.check.verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.check.worker import WorkerReport
@@ -65,10 +65,10 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Domain | Tas
 
 
 def require_fit(config: RunConfig, domain: Domain) -> None:
-    """Raise UserError where the processes of a config's layout cannot share the experts of its models."""
-    if config.parallel.expert_devices > 1:
+    """Raise UserError where the processes of a config's layout cannot divide the experts or the blocks of its models."""
+    if config.parallel.divides_models:
         for model in domain.outlines().values():
-            check_spread(model, config.parallel, processes(config.parallel))
+            check_division(model, config.parallel, processes(config.parallel))
 
 
 def compared_run(domain: Domain, folder: Path) -> SmallRun:

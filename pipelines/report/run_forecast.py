@@ -10,15 +10,18 @@ from mmspeed.config import RunConfig
 from mmspeed.device import PEAK_FLOPS, UTILISATION, Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds
-from mmspeed.parallel.experts import check_spread
+from mmspeed.parallel import check_division
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_estimate import MemoryPlan, plan_memory
 from mmspeed.pipelines.tuning.step_time import StepTime, UnmeasuredError, measure_step
+from mmspeed.plan.schedules import Pipeline
+from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import RunPlace, RunWork, shape_words
 
 ACCELERATOR = "H100"  # of which times are told where no step is measured
 MANY_EPOCHS = 150  # more are warned of
 HEAD_WIDTHS = (64, 128, 192, 256)  # that accelerators' attention kernels compute in
+MOST_STANDSTILL = 0.3  # of a pipeline; more is warned of
 LEAST_PADDING = 0.01  # of a step's operations, which are warned of
 
 
@@ -27,11 +30,13 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
 
     The task is open, with data or without. Raises UserError as `plan_memory` for a memory budget.
     """
-    for work in works if config.parallel.expert_devices > 1 else ():
+    parallel = config.parallel
+    worlds = [work.world for work in works] or [parallel.least_devices]
+    for world in worlds if parallel.divides_models else ():
         for model in task.domain.outlines().values():
-            check_spread(model, config.parallel, work.world)
-    world, group = (works[0].world if works else config.parallel.least_devices), config.parallel.group
-    place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // group))
+            check_division(model, parallel, world)
+    world = worlds[0]
+    place = RunPlace(Device("cpu", 0), world=world, dealt=parallel.dealt(world), groups=parallel.groups(world))
     step, plan, measured, unknown = task.domain.largest_micro_batch(place), None, None, ""
     with_swap = config.device.kind != "cpu"
     with warnings.catch_warnings():
@@ -63,10 +68,17 @@ def _training(config: RunConfig, task: Task, work: RunWork, measured: StepTime |
     known = rates(config) if measured is None else [("", measured.flops)]
     times = " or ".join(f"about {_duration(flops / rate)}{where}" for where, rate in known)
     more = ", without exchanges" if work.world > 1 else ""
+    if Pipeline.of(config.parallel).ranks > 1:
+        more += f" and the {_standstill(config, work):.0%} for which the pipeline stands still"
     return (
         f"training on {work.world:,} device{'s'[: work.world != 1]}: {config.train.steps:,} steps, {_epochs(work.epochs)} of "
         f"{work.of}; {times}{more}"
     )
+
+
+def _standstill(config: RunConfig, work: RunWork) -> float:
+    """The share of a step for which a pipeline stands still."""
+    return reckoned(Pipeline.of(config.parallel), max(1, round(work.micro_batches))).idle
 
 
 def rates(config: RunConfig) -> list[tuple[str, float]]:
@@ -98,8 +110,15 @@ def _epochs(count: float) -> str:
 def _cautions(
     config: RunConfig, task: Task, works: Sequence[RunWork], plan: MemoryPlan | None, measured: StepTime | None
 ) -> list[str]:
-    """Sentences about many epochs, and about heads whose width attention kernels pad."""
-    found = []
+    """Sentences about pipelines that stand still, many epochs, and heads whose width attention kernels pad."""
+    found, pipeline = list[str](), Pipeline.of(config.parallel)
+    for work in works if pipeline.ranks > 1 else ():
+        if (idle := _standstill(config, work)) > MOST_STANDSTILL:
+            count = f"{work.micro_batches:.1f}".removesuffix(".0")
+            found.append(
+                f"a step on {work.world:,} devices has {count} micro-batch{'es'[: 2 * (count != '1')]}, and parallel.pp {pipeline.ranks} stands "
+                f"still for {idle:.0%} of it: lower train.micro_batch_size, or make steps larger, up to {4 * pipeline.ranks} micro-batches"
+            )
     if works and (epochs := works[0].epochs) > MANY_EPOCHS:
         steps = round(config.train.steps * MANY_EPOCHS / epochs)
         such = f" (train.steps: {steps} are {MANY_EPOCHS} epochs)" if steps else ""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmspeed import comm
 from mmspeed.axes import Reader
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
@@ -277,6 +278,12 @@ def _placed(
         (group,) = placement.mesh.across_stages()
         stages = task.cut(bare, config.parallel, group)
         stages.gathers_again = gathers_again(config)
+        trains = comm.all_gather_objects(any(parameter.requires_grad for parameter in bare.parameters()))
+        if not all(trains):
+            raise UserError(
+                f"parallel.pp: nothing trains in the blocks of process {trains.index(False)}: let some of each stage (model.adapter.targets), "
+                "or leave pp at 1"
+            )
     keeping, host = None, learns and config.host_base
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)

@@ -174,7 +174,7 @@ def _less_activations(config: RunConfig, count: int, world: int) -> list[str]:
 
 
 def _fewer_samples(config: RunConfig, world: int) -> list[str]:
-    train, lanes = config.train, max(1, world // config.parallel.group)
+    train, lanes = config.train, config.parallel.groups(world)
     if config.batching.by != "samples":
         return ["lower batching.budget, and raise batching.accumulate for the same step"]
     at_once = min(-(-train.samples_per_step // lanes), train.micro_batch_size or train.samples_per_step)

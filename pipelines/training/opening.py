@@ -24,12 +24,14 @@ from mmspeed.models.sections import size_of
 from mmspeed.moe.balance import in_rows
 from mmspeed.parallel import unwrap
 from mmspeed.parallel.experts import spread_modules
+from mmspeed.parallel.stages import count_parameters
 from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement, run_facts
 from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, base_files, place
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.training.run_state import Run
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import Data, RunPlace
 from mmspeed.rendezvous import restarts
 
@@ -155,6 +157,8 @@ def device_line(config: RunConfig, where: RunPlace) -> str:
         parts.append({"ddp": "a replica each (ddp)", "fsdp": "sharded (fsdp)", "none": "a stage each"}[strategy])
         if config.parallel.group > 1:
             parts.append(f"samples split over {config.parallel.group_in_words()}")
+        if (pipeline := Pipeline.of(config.parallel)).ranks > 1:
+            parts.append(f"a pipeline of {pipeline.stages} stages")
     return f"device: {', '.join(parts)}"
 
 
@@ -163,8 +167,7 @@ def model_line(config: RunConfig, models: Mapping[str, nn.Module]) -> str:
     size = f" {size_of(config.model)}" if isinstance(config, Config) and len(models) == 1 else ""
     words = []
     for role, model in models.items():
-        total = sum(parameter.numel() for parameter in model.parameters())
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        total, trained = count_parameters(unwrap(model))
         part = "" if trained == total else f", {in_short(trained)} of them trained"
         words.append(
             f"{'' if role == 'model' else role + ' '}{type(unwrap(model)).__name__}{size}, {in_short(total)} parameters{part}"

@@ -17,6 +17,8 @@ from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpoint
 from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.guard import RollBackError
 from mmspeed.models.adapter_files import adapter_files
+from mmspeed.parallel import unwrap
+from mmspeed.parallel.stages import count_parameters
 from mmspeed.pipelines.run.agreement import require_agreement
 from mmspeed.pipelines.run.assembly import base_files
 from mmspeed.pipelines.run.run_folder import FACTS, RunFolder, trim_metrics
@@ -104,7 +106,7 @@ class SavedStates:
         if line is not None and where.rank == 0:
             log.warning(line)
         bases = self._bases(run)
-        parameters = sum(p.numel() for p in parts.model.parameters())
+        parameters, _ = count_parameters(unwrap(parts.model))
         info = {**run.task.domain.info(), "parameters": parameters, "data": run.data.fingerprint}
         info["versions"] = {"generator": rng.VERSION}
         self.facts = info | bases | ({"base": files} if files else {})

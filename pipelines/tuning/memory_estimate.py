@@ -195,10 +195,8 @@ def plan_memory(
         task = make_task(config)
         task.domain.open_without_data()
     if step is None:
-        groups = max(1, world // (parallel.group * parallel.pp))
-        step = task.domain.largest_micro_batch(
-            RunPlace(Device("cpu", 0), world=world, dealt=world // parallel.pp, groups=groups)
-        )
+        place = RunPlace(Device("cpu", 0), world=world, dealt=parallel.dealt(world), groups=parallel.groups(world))
+        step = task.domain.largest_micro_batch(place)
     alone = shape_figures(config, task, step, speeds, with_swap, options)
     ranks = figures_of_ranks(alone, config, task, step, world) if parallel.pp > 1 else ()
     figures = max(ranks, key=StepFigures.plain_peak) if ranks else spread(alone, config, world)

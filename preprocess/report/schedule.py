@@ -35,9 +35,13 @@ HEAD = (
 
 @dataclass(frozen=True)
 class StageForecast:
-    """A stage of training on `world` devices: its first epoch, and its steps, uses and FLOPs in the whole training."""
+    """A stage of training on `world` devices: its first epoch, and its steps, uses and FLOPs in the whole training.
+
+    dealt: the devices over which a step's samples are dealt; each stage of a pipeline has so many.
+    """
 
     world: int
+    dealt: int
     begin: int  # its first step
     end: int  # after its last; equal to `begin` for a stage that training does not reach
     order: Order
@@ -81,7 +85,7 @@ class StageForecast:
         batching = self.order.batching
         count = min(uses, batching.supply(bucket, uses).step)
         lot = BucketBatch(count, batching.dp_group_cost(bucket), batching.at_a_time(bucket))
-        rows = assign_slots((lot,), self.world // batching.ranks(bucket))
+        rows = assign_slots((lot,), self.dealt // batching.ranks(bucket))
         return count, max(cell.size for row in rows for cell in row if cell is not None)
 
 
@@ -115,7 +119,9 @@ class ScheduleForecast:
             items = Counter[ShapeClass]()
             for stage in on_one:
                 items.update({bucket: n * stage.epoch_imbalance / stage.world for bucket, n in stage.uses.items()})  # type: ignore[misc]
-            works.append(RunWork(on_one[0].world, epochs, _count(sum(self.sizes.values()), "training sample"), items))
+            micro_batches = sum(float(stage.epoch.rows.mean()) * (stage.end - stage.begin) for stage in on_one)
+            of = _count(sum(self.sizes.values()), "training sample")
+            works.append(RunWork(on_one[0].world, epochs, of, items, micro_batches / self.config.train.steps))
         return works
 
     def table(self) -> list[tuple[str, ...]]:
@@ -208,9 +214,10 @@ class ScheduleForecast:
         slots = config.train.samples_per_step if batching.by == "samples" else batching.slots
         name = "train.batch_size" if batching.by == "samples" else "batching.slots"
         sentences = []
-        uneven = [world for world in self.worlds if slots is not None and slots % (world // group)]
+        groups = self.config.parallel.groups
+        uneven = [world for world in self.worlds if slots is not None and slots % groups(world)]
         if slots is not None and uneven:
-            few = " (some compute nothing at all)" if any(world // group > slots for world in uneven) else ""
+            few = " (some compute nothing at all)" if any(groups(world) > slots for world in uneven) else ""
             sentences.append(
                 f"{name} {slots} cannot be divided evenly by {_together(uneven)} devices{few}; make it a multiple of the devices"
                 + (f", or of their groups of {group}" if group > 1 else "")
@@ -224,7 +231,7 @@ class ScheduleForecast:
     def _device_hints(self, number: int, uneven: Sequence[int]) -> list[str]:
         stage, sentences = self.stages[number], []
         uses = stage[0].order.uses(number)
-        few_for = [world for world in self.worlds if uses < world and world not in uneven]
+        few_for = [one.world for one in stage if uses < one.dealt and one.world not in uneven]
         if few_for:
             sentences.append(
                 f"an epoch has {_count(uses, 'use')} of samples, fewer than {_together(few_for)} devices: some compute nothing;"
@@ -265,7 +272,7 @@ class ScheduleForecast:
 
 def usual_worlds(config: Config) -> tuple[int, ...]:
     """The default number of devices to show: those of this machine, or as many as the layout needs."""
-    return (devices_here(config.device.kind, config.parallel.group),)
+    return (devices_here(config.device.kind, config.parallel.through),)
 
 
 def forecast_schedule(
@@ -285,7 +292,7 @@ def forecast_schedule(
 
     Raises UserError if a stage has no samples, or a bucket was not measured.
     """
-    worlds = tuple(worlds or usual_worlds(config))
+    worlds, parallel = tuple(worlds or usual_worlds(config)), config.parallel
     costs = SampleCosts(functools.cache(costs.tokens), functools.cache(costs.flops))  # called for every step
     sizes = {group: count for group, count in groups.items() if count}
     places = {group: np.arange(count, dtype=np.int32) for group, count in sizes.items()}
@@ -294,13 +301,13 @@ def forecast_schedule(
     spans = [*itertools.pairwise(min(step, config.train.steps) for step in starts)]
     by_world = []
     for world in worlds:
-        if world % config.parallel.group:
+        if world % parallel.through:
             raise UserError(
-                f"{world} devices are not a multiple of the {config.parallel.group} of {config.parallel.group_in_words()}"
+                f"{world} devices are not a multiple of the {parallel.through} of {parallel.together_in_words()}"
             )
         buckets = {bucket for bucket, _ in sizes}
         batching = make_batching(
-            config.batching, config.train, buckets, costs, world, config.parallel, measured=measured
+            config.batching, config.train, buckets, costs, parallel.dealt(world), parallel, measured=measured
         )
         order = Order(places, batching, config.seed, stages)
         by_world.append([_stage(config, number, span, world, order, costs) for number, span in enumerate(spans)])
@@ -313,13 +320,15 @@ def _stage(
     begin, end = span
     first = order.locate(begin).epoch
     plan, buckets = order.whole_epoch(number, first)
-    epoch = forecast(plan, buckets, order.batching, world, order.uses(number), costs.tokens)
+    dealt = config.parallel.dealt(world)
+    epoch = forecast(plan, buckets, order.batching, dealt, order.uses(number), costs.tokens)
     turns, rest = divmod(end - begin, plan.steps)
     uses = np.array([sum(pool.uses for pool in order.pools[number][bucket]) for bucket in buckets]) * turns
     if rest:
         uses += order.whole_epoch(number, first + turns)[0].used(rest, len(buckets))
     return StageForecast(
         world,
+        dealt,
         begin,
         end,
         order,

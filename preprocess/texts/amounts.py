@@ -87,14 +87,17 @@ def works_of(config: RunConfig, lengths: Mapping[str, Lengths], ranks: Sequence[
     works = []
     for world in ranks or [devices_here(config.device.kind, parallel.least_devices)]:
         parallel.check_world(world)
-        batching = make_batching(config.batching, config.train, stages, costs, world, parallel)
-        packs, epochs, of = Counter[ShapeClass](), 0.0, 0
+        batching = make_batching(config.batching, config.train, stages, costs, parallel.dealt(world), parallel)
+        packs, epochs, of, micro_batches = Counter[ShapeClass](), 0.0, 0, 0.0
         for stage, count in zip(stages, steps, strict=True):
             order = PackSampler(supply, stage.numbers, config.packing, batching, 0.0, config.seed)
             epochs += count / order.steps_per_epoch
-            packs[stage] += round(count * batching.supply(stage, 0).step / world)
+            step = batching.supply(stage, 0).step
+            packs[stage] += round(count * step / world)
+            own = -(-step // parallel.groups(world))
+            micro_batches += -(-own // (batching.at_a_time(stage) or own)) * count / sum(steps)
             of = of or order.packs_of(0).ranges.tokens
-        works.append(RunWork(world, epochs, f"about {of:,} tokens", packs))
+        works.append(RunWork(world, epochs, f"about {of:,} tokens", packs, micro_batches))
     return works
 
 

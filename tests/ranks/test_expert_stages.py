@@ -1,5 +1,8 @@
 """Experts and pipeline stages over ranks: updates, averages and checkpoints of parameters on every view are those of one process, and
-the loss that the last stage alone knows is known to all."""
+the loss that the last stage alone knows is known to all.
+
+Legend: E width, I items of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,21 @@ from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
 from mmspeed.loop.gradients import clip_gradients
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
-from mmspeed.loop.runner import Runner, SequentialRunner
+from mmspeed.loop.pipeline import runner_of
 from mmspeed.loop.step import Learner, StepResult, train_step
 from mmspeed.mesh import Mesh, make_mesh
-from mmspeed.protocols import Update
+from mmspeed.parallel import parallelize
+from mmspeed.parallel.stages import cut_into_stages
+from mmspeed.plan.schedules import Pipeline
+from mmspeed.protocols import Batch, Item, Term, Terms, Update
+from mmspeed.protocols.plan import Block, ModelPlan, declare_plan
+from mmspeed.shapes import Bucket
 from tests.support.covers import slow_but
 from tests.support.expert_models import SHAPES, placements, spread
 from tests.support.spawn import run_ranks
-from tests.support.stages import TwoStageRunner, items, squared_error, stage_model
 
 CPU, CLIP, STEPS, MICRO_BATCHES = Device("cpu", 0), 0.5, 3, 4
+E = 4
 Arrays = dict[str, np.ndarray]
 EXPERTS: dict[int, dict[str, dict[str, int]]] = {
     2: {"experts": {"ep": 2}, "stages": {"pp": 2}},
@@ -129,10 +137,47 @@ def saved_and_loaded(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
 # -- the loss of the last stage
 
 
+def layers(frozen: bool) -> nn.Module:
+    """A model of two layers, of which the first trains unless it is frozen."""
+    model = nn.Sequential(nn.Linear(E, E), nn.Linear(E, E))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(rng.normal(parameter.shape, 0, name))
+    model[0].requires_grad_(not frozen)
+    declare_plan(model, ModelPlan((Block("0"), Block("1")), carried=("input",)))
+    return model
+
+
+def items(count: int, broken: bool) -> list[Batch]:
+    """Micro-batches of two items each, of weight 1; with `broken` the second item of the first has a target that is not finite."""
+    results = []
+    for number in range(count):
+        names = [f"item {2 * number}", f"item {2 * number + 1}"]
+        target_IE = torch.stack([rng.normal((E,), 0, "target", name) for name in names])
+        if broken and number == 0:
+            target_IE[1, 0] = torch.inf
+        x_IE = torch.stack([rng.normal((E,), 0, "x", name) for name in names])
+        tensors = {"x": x_IE, "target": target_IE}
+        results.append(Batch(tensors, [Item(name, source=name) for name in names], torch.ones(2), Bucket(1, 8, 8)))
+    return results
+
+
+def squared_error(passed: tuple[Tensor, Batch]) -> Terms:
+    """The squared error of each item, and its largest part, which does not train."""
+    predicted_IE, batch = passed
+    error_IE = (predicted_IE - batch["target"]).square()
+    largest = Term(error_IE.detach().amax(1), batch.weights_I, trains=False)
+    return {"loss": Term(error_IE.mean(1), batch.weights_I), "largest": largest}
+
+
 def staged(mesh: Mesh | None, case: str) -> dict[str, Any]:
-    """Two steps of the model of two stages; without a mesh it is whole."""
-    model = stage_model(range(2) if mesh is None else stages_of(mesh), frozen=CASES[case])
-    runner: Runner = SequentialRunner(model, "none") if mesh is None else TwoStageRunner(model, mesh)
+    """Two steps of the model of two layers, in stages; without a mesh it is whole."""
+    model = layers(frozen=CASES[case])
+    if mesh is not None:
+        (group,) = mesh.across_stages()
+        cut_into_stages(model, group, Pipeline(2))
+        model = parallelize(model, mesh, "fsdp")
+    runner = runner_of(model, "none" if mesh is None else "fsdp", CPU.torch_device)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or [torch.zeros(1)], lr=0.1)
     batches = items(MICRO_BATCHES, broken=case == "broken")
     reader = mesh.reader() if mesh is not None else None
@@ -145,7 +190,7 @@ def staged(mesh: Mesh | None, case: str) -> dict[str, Any]:
     return {
         "numbers": [(result.loss, result.grad_norm, dict(result.terms)) for result in results],
         "verdict": [(result.finite, result.bad) for result in results],
-        "weights": {name: p.detach().numpy().copy() for name, p in model.named_parameters()},
+        "weights": gathered(dict(model.named_parameters())),
     }
 
 

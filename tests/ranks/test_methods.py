@@ -1,48 +1,46 @@
-"""Methods over ranks: preferences, distillation and rollouts are those of one process; two pipeline stages run a model's calls."""
+"""Methods over ranks: preferences, distillation and rollouts are those of one process; pipeline stages take those that ask no model."""
 
 from __future__ import annotations
 
-from contextlib import closing
-from dataclasses import replace
+import re
 from pathlib import Path
-from typing import Any, cast
 
-import numpy as np
 import pytest
-import torch
-from torch import nn
 
-from mmspeed.axes import AxisSizes
-from mmspeed.device import Device
-from mmspeed.initialize import init_weights, materialize, read_weights
-from mmspeed.loop.runner import Runner, SequentialRunner
-from mmspeed.mesh import make_mesh
+from mmspeed.errors import UserError
 from mmspeed.pipelines.methods.finetune import Finetune
-from mmspeed.protocols import Method, RunPlace, source_of
-from tests.support.method_runs import KINDS, config_of, moved, prepare, task_of, train
+from mmspeed.protocols import Method
+from tests.support.method_runs import KINDS, config_of, prepare, train
 from tests.support.pairs import PairedPreferences
 from tests.support.rollouts import Rollouts
 from tests.support.spawn import run_ranks
-from tests.support.stages import TwoStageRunner, halved
 from tests.support.teaching import Teaching
 
 LAYOUTS = {
     "ddp": ("parallel.strategy=ddp",),
     "fsdp": ("parallel.strategy=fsdp",),
     "ulysses": ("parallel.ulysses=2", "parallel.strategy=fsdp"),
+    "stages": ("parallel.pp=2",),
 }
 METHODS: dict[str, Method] = {
     "preferences": PairedPreferences(beta=0.05),
     "teaching": Teaching(),
     "rollouts": Rollouts(),
+    "finetune": Finetune(),
 }
-SERVED = {"preferences": [*KINDS], "teaching": ["listed", "soradit", "wan", "experts"], "rollouts": ["soradit", "wan"]}
+SERVED = {
+    "preferences": [*KINDS],
+    "teaching": ["listed", "soradit", "wan", "experts"],
+    "rollouts": ["soradit", "wan"],
+    "finetune": ["qwen3", "wan"],
+}
 CASES = [
     (method, kind, layout)
     for method, kinds in SERVED.items()
     for kind in kinds
     for layout in LAYOUTS
     if (kind, layout) != ("listed", "ulysses")  # no token of it is split
+    and (layout == "stages") == (method == "finetune")
 ]
 COVER = [
     ("preferences", "listed", "fsdp"),
@@ -55,6 +53,8 @@ COVER = [
     ("teaching", "wan", "fsdp"),
     ("teaching", "soradit", "ulysses"),
     ("rollouts", "soradit", "fsdp"),
+    ("finetune", "qwen3", "stages"),
+    ("finetune", "wan", "stages"),
 ]
 Numbers = list[tuple[float, float, dict[str, float]]]  # of steps: loss, norm, terms
 
@@ -95,44 +95,17 @@ def flat(row: tuple[float, float, dict[str, float]]) -> list[tuple[str, float]]:
     return [("loss", row[0]), ("norm", row[1]), *sorted(row[2].items())]
 
 
-# -- two pipeline stages
+def refused(folder: str) -> dict[str, str]:
+    """What is said to each method that asks whole models for values, in a pipeline."""
+    said = {}
+    for method in ("preferences", "teaching", "rollouts"):
+        with pytest.raises(UserError) as caught:
+            numbers(folder, method, SERVED[method][-1], "stages")
+        said[method] = str(caught.value)
+    return said
 
 
-def gradients(folder: str, kind: str, stages: bool) -> dict[str, Any]:
-    """The gradients of a step by name, of a stage's part of the model or of all of it, and the losses that it knows."""
-    config, cpu = config_of(kind, Path(folder), "name=stages"), Device("cpu", 0)
-    task = task_of(config, Finetune())
-    task.domain.open(RunPlace(cpu))
-    model = moved(filled(task.build()["model"], config.seed))
-    runner: Runner = SequentialRunner(model, "none")
-    if stages:
-        mesh = make_mesh(cpu, AxisSizes(pp=2, dp_replicate=1, dp_shard=1))
-        runner = TwoStageRunner(halved(model, int(mesh.knows_loss), pair=kind == "qwen3"), mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    (learner,) = task.learners(task.updates(), {"model": model}, "none", {"model": optimizer}, cpu.torch_device, stages)
-    with closing(task.data(RunPlace(cpu)).steps(0, 1)) as steps:
-        step = next(steps)
-        record = replace(learner, runner=runner).run(step.batches, step.divisors, 1.0)
-    named = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
-    return {"gradients": named, "losses": [totals["loss"].item() for totals in record.totals]}
-
-
-def filled(model: Any, seed: int) -> nn.Module:
-    """The model with the weights of its files, or of a seed."""
-    materialize(model, torch.device("cpu"))
-    source = source_of(model)
-    init_weights(model, seed) if source is None else read_weights(model, source)
-    return cast(nn.Module, model)
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "wan"])
-def test_a_model_in_two_stages_has_the_gradients_of_one(folder: Path, kind: str) -> None:
-    whole, (first, last) = gradients(str(folder), kind, False), run_ranks(gradients, 2, str(folder), kind, True)
-    assert first["losses"] == [] and last["losses"] == whole["losses"]
-    assert first["gradients"].keys() | last["gradients"].keys() == whole["gradients"].keys()
-    for name, expected in whole["gradients"].items():
-        parts = [stage["gradients"][name] for stage in (first, last) if name in stage["gradients"]]
-        np.testing.assert_allclose(
-            sum(parts), expected, rtol=0, atol=1e-6 * max(1.0, np.abs(expected).max()), err_msg=name
-        )
-    assert all(len(stage["gradients"]) < len(whole["gradients"]) for stage in (first, last))
+def test_methods_that_ask_whole_models_are_refused_in_stages(folder: Path) -> None:
+    for said in run_ranks(refused, 2, str(folder)):
+        print(said)
+        assert all(re.fullmatch(r"parallel\.pp: .*: leave pp at 1", words) for words in said.values()), said

@@ -43,6 +43,7 @@ LAYOUTS = {
     "fsdp": ("qwen3-30b-a3b", "dp_shard=2", ()),
     "tp and ulysses": ("llama3-8b", "tp=2,ulysses=2", ("all_gather tp", "all_to_all ulysses")),
     "ring": ("deepseek-v3", "ring=2", ("ring ring", "all_gather sequence")),
+    "stages, tied embeddings": ("qwen3-0.6b", "pp=2,tp=2", ("all_gather tp", "reduce_scatter tp", "all_reduce tp")),
 }
 
 
@@ -79,11 +80,21 @@ def test_adapters_pass(layout: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "PASSED" in text and "packs: the 5 gradients of 42 that" in text and ".lora_A.default.weight" in text
 
 
+@pytest.mark.slow
+def test_stages_of_which_nothing_trains_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tiny_twin(SHAPES["qwen3-8b"].settings), tmp_path / "hub", seed=1)
+    adapter = {"kind": "lora", "rank": 4, "targets": ["layers.2.self_attn.q_proj"]}
+    path = written(tmp_path, model={"pretrained": str(tmp_path / "hub"), "adapter": adapter}, objective={})
+    assert main(["check", str(path), "--parallel", "pp=2"]) == 1
+    assert "parallel.pp: nothing trains in the blocks of process 0: let some of each stage" in capsys.readouterr().err
+
+
 def test_a_layout_that_does_not_fit_the_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for layout, message in (
         ("tp=3", "the model's 32 heads cannot be divided among the 3 devices"),
         ("tp=16", "the model's 8 heads of keys cannot be divided among the 16 devices"),
         ("ulysses=2,tp=2,dp_shard=8", "at most 16 are tried"),
+        ("pp=8,virtual=8", "the model has 36 blocks: each stage needs one, so use parallel.virtual 4 or parallel.pp 4"),
     ):
         assert main(["check", str(written(tmp_path)), "--parallel", layout]) == 1
         assert message in capsys.readouterr().err

@@ -47,7 +47,6 @@ from mmspeed.pipelines.domains.language.data import (
 from mmspeed.pipelines.domains.language.small import small_language
 from mmspeed.pipelines.domains.language.start import TextBuilder, open_texts
 from mmspeed.pipelines.domains.language.values import PackValues
-from mmspeed.plan.schedules import Pipeline, check_stages
 from mmspeed.plan.traffic import EvenRouting, expert_lines
 from mmspeed.protocols import (
     Batch,
@@ -138,7 +137,6 @@ class LanguageDomain(DomainDefaults):
                 "from what it answers; raise sequence_length, or reject longer chats by texts.max_tokens"
             )
         check_experts(parallel, "the model", *settings.expert_sizes)
-        check_stages(settings.num_hidden_layers, Pipeline.of(parallel))
         devices = parallel.together(False)  # that split heads
         for size, what in ((settings.num_attention_heads, "heads"), (settings.num_key_value_heads, "heads of keys")):
             if settings.latent is None and size % devices:

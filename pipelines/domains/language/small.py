@@ -36,7 +36,7 @@ from mmspeed.models.language.weights import on_meta, write_folder
 from mmspeed.parallel.experts import check_experts
 from mmspeed.parallel.tensor import check_heads
 from mmspeed.pipelines.domains.small import shrunk_size, small_adapter, small_base, value_off_start
-from mmspeed.plan.schedules import Pipeline, check_stages
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import SmallRun
 
 SYNTHETIC = "synthetic"  # the only source
@@ -51,7 +51,6 @@ def small_language(config: LanguageConfig, settings: DecoderSettings, folder: Pa
     parallel, train = config.parallel, config.train
     check_heads(settings.num_attention_heads, parallel.ulysses, parallel.tp, settings.num_key_value_heads)
     check_experts(parallel, "the model", *settings.expert_sizes)
-    check_stages(settings.num_hidden_layers, Pipeline.of(parallel))
     small, remarks, device = shrunk_settings(settings, parallel), list[str](), config.device
     tokens = max(TOKENS, 8 * parallel.group + 5)
     packs = math.prod(parallel.sizes().values()) // parallel.group + 1

@@ -250,7 +250,8 @@ from mmspeed.data.loading.collate import VideoCollate
 if __name__ == "__main__":
     cache = DatasetCache(Path(sys.argv[1]))
     steps = Loader(BatchSampler(cache.samples, 2, seed=0), VideoCollate(cache), workers=2, prefetch=4).steps(0, 10**6)
-    next(steps)
+    for _ in range(2):  # one of each worker, which would not end with its reader before it has begun
+        next(steps)
     pids = [process.pid for process in multiprocessing.active_children()]
     print(*pids, flush=True)
     os.kill(pids[0], signal.SIGSTOP)

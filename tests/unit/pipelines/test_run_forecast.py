@@ -19,8 +19,10 @@ from tests.unit.pipelines.test_language_start import config as language_config
 from tests.unit.pipelines.test_memory_choice import config_of, task_of
 
 
-def forecast(config: Config, steps: float = 6, world: int = 1, epochs: float = 2) -> list[str]:
-    works = [RunWork(world, epochs, "7 samples", {config.buckets[0]: steps})]
+def forecast(
+    config: Config, steps: float = 6, world: int = 1, epochs: float = 2, micro_batches: float = 1
+) -> list[str]:
+    works = [RunWork(world, epochs, "7 samples", {config.buckets[0]: steps}, micro_batches)]
     return run_lines(config, task_of(config), works)
 
 
@@ -59,6 +61,22 @@ def test_many_epochs_and_padded_heads_are_warned_of(tmp_path: Path) -> None:
         config = config_of(tmp_path, "device.kind=cuda", f"model.heads={heads}", width=width)
         warned = [line for line in forecast(config) if "attention heads of width" in line]
         assert [padded in line for line in warned] == ([] if padded is None else [True]), (width, warned)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "count", "share"), [(1, "1 micro-batch,", "50%"), (2, "2 micro-batches,", "33%"), (7, "", "12%")]
+)
+def test_a_pipeline_that_stands_still_is_warned_of(tmp_path: Path, micro_batches: int, count: str, share: str) -> None:
+    config = config_of(tmp_path, "parallel.pp=2")
+    lines = forecast(config, world=2, micro_batches=micro_batches)
+    training, *warned = lines[[line.startswith("training on") for line in lines].index(True) :]
+    assert training.endswith(f", without exchanges and the {share} for which the pipeline stands still")
+    assert [
+        f"a step on 2 devices has {count} and parallel.pp 2 stands still for {share} of it: lower train.micro_batch_size"
+        in line
+        for line in warned
+    ] == [True] * bool(count)
+    assert not any("stands still" in line for line in forecast(config_of(tmp_path), world=2))
 
 
 def test_memory_goes_by_the_policies_of_the_config(tmp_path: Path) -> None:
