@@ -14,13 +14,15 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmspeed.comm import all_reduce_sum
+from mmspeed.comm import all_gather_objects, all_reduce_sum
 from mmspeed.parallel import unwrap
+from mmspeed.parallel.stages import stages_of
 from mmspeed.rng import key64
 from mmspeed.torch_internals import is_sharded
 
@@ -41,32 +43,48 @@ def frozen_fingerprint(model: nn.Module, group: dist.ProcessGroup | None = None)
     All ranks call it, unless all train. `group` is a CPU group of all of them.
     """
     names = frozen_names(model)
-    return fingerprint(model, names, group=group) if names else None
+    return fingerprint(model, names, group=group) if some_hold(model, names, group) else None
+
+
+def some_hold(model: nn.Module, names: Collection[str], group: dist.ProcessGroup | None = None) -> bool:
+    """True where one of these names is there, in any pipeline stage of the model; with stages, all ranks call it."""
+    return bool(names) if stages_of(unwrap(model)) is None else any(all_gather_objects(bool(names), group))
 
 
 @torch.no_grad()
 def fingerprint(
     model: nn.Module, names: Collection[str], alone: bool = False, group: dist.ProcessGroup | None = None
 ) -> str:
-    """The fingerprint of the named parameters. All ranks call it; or one process `alone`, which holds all of each."""
+    """The fingerprint of the named parameters. All ranks call it; or one process `alone`, which holds all of each.
+
+    Of a model in pipeline stages, names are those of this stage, and the fingerprint is that of all.
+    """
     wanted = set(names)
     chosen = {name: parameter for name, parameter in unwrap(model).named_parameters() if name in wanted}
-    total = sum(_hashed(name, parameter) for name, parameter in chosen.items() if alone or _is_first_copy(parameter))
+    described = {name: [list(parameter.shape), str(parameter.dtype)] for name, parameter in chosen.items()}
+    first, elsewhere = 0, list[dict[str, Any]]()  # the first rank of this stage; what earlier stages hold
+    if (stages := stages_of(unwrap(model))) is not None:
+        of_ranks = all_gather_objects(described, group)
+        each = len(of_ranks) // stages.pipeline.ranks
+        first = dist.get_rank() // each * each
+        described, elsewhere = {name: facts for held in of_ranks for name, facts in held.items()}, of_ranks[:first]
+    counted = {name: p for name, p in chosen.items() if not any(name in held for held in elsewhere)}
+    total = sum(_hashed(name, p) for name, p in counted.items() if alone or _is_first_copy(p, first))
     if not alone:
         words = all_reduce_sum([float(total >> shift & 0xFFFF) for shift in _WORDS], group)
         total = sum(int(word) << shift for word, shift in zip(words, _WORDS, strict=True))
-    described = sorted((name, list(parameter.shape), str(parameter.dtype)) for name, parameter in chosen.items())
-    return hashlib.sha256(json.dumps([described, total % (1 << 64)]).encode()).hexdigest()
+    text = json.dumps([sorted([name, *facts] for name, facts in described.items()), total % (1 << 64)])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_first_copy(parameter: nn.Parameter) -> bool:
-    """True where this process counts its part: one of those that hold the same part does."""
+def _is_first_copy(parameter: nn.Parameter, first: int) -> bool:
+    """True where this process counts its part: one of those that hold the same part does. first: the first rank of all that do."""
     if not is_sharded(parameter):
-        return not dist.is_initialized() or dist.get_rank() == 0
+        return not dist.is_initialized() or dist.get_rank() == first
     mesh = parameter.device_mesh
-    first = zip(mesh.get_coordinate() or (), parameter.placements, strict=True)
-    # a parameter whose mesh lacks an axis lies on one mesh for each place of that axis: that of rank 0 counts
-    return bool((mesh.mesh == 0).any()) and all(at == 0 for at, place in first if place.is_replicate())
+    at_first = zip(mesh.get_coordinate() or (), parameter.placements, strict=True)
+    # a parameter whose mesh lacks an axis lies on one mesh for each place of that axis: that of the first rank counts
+    return bool((mesh.mesh == first).any()) and all(at == 0 for at, place in at_first if place.is_replicate())
 
 
 def _hashed(name: str, parameter: nn.Parameter) -> int:

@@ -5,13 +5,14 @@ Micro-batches may have shapes of their own, and any number of them makes a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmspeed import comm
@@ -19,15 +20,14 @@ from mmspeed.data.cache.files import write_whole
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy
-from mmspeed.parallel.stages import Stages, everywhere, stages_of
-from mmspeed.parallel.tensor import local, sum_together
+from mmspeed.parallel.stage_weights import StageWeights, let_weights_wait
+from mmspeed.parallel.stages import Stages, stages_of
 from mmspeed.parallel.turns import Turns
-from mmspeed.parallel.wgrad import keep_gradients, let_weights_wait, sum_gradients
 from mmspeed.plan.measured_pipeline import Pass, measured_step
 from mmspeed.plan.schedules import Kind
 from mmspeed.plan.simulate import reckoned
-from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
-from mmspeed.torch_internals import PipelineActions, hold_whole, is_fully_sharded, sum_over_shards
+from mmspeed.protocols import Batch, Divisors, MicroBatches
+from mmspeed.torch_internals import PipelineActions
 
 from .callbacks import BaseCallback
 from .runner import Call, Runner, RunRecord, SequentialRunner, TermsOf, noted
@@ -42,89 +42,59 @@ class PipelineRunner:
         self.model, self.stages, self.device, self.group = model, stages, device, stages.group
         pipeline = stages.pipeline
         self.gradients = let_weights_wait(model) if pipeline.splits or pipeline.overlaps else None
-        self.turns = Turns(stages.axis.ledger, device, self._fill) if pipeline.overlaps else None
-        self._filled = False  # an exchange of this backward pass hid gradients of weights
+        self.weights = StageWeights(model, stages)
+        self.turns = Turns(stages.axis.ledger, device, self.fill) if pipeline.overlaps else None
         self.batches = 0  # micro-batches of the last step
         self.short_steps = 0  # steps of fewer micro-batches than fill the schedule
         self.mark: Marks | None = None  # with which passes are timed; None: they are not
         self.passes: Passes | None = None  # of the last step
-        self._known: dict[int, PipelineActions] = {}  # by the number of micro-batches
+        self._filled = False  # an exchange of this backward pass hid gradients of weights
+        self._known: dict[int, tuple[PipelineActions, list[bool]]] = {}  # by the number of micro-batches
 
     def run(
         self, call: Call, terms: TermsOf, batches: MicroBatches, divisors: Divisors, weight: float = 1.0
     ) -> RunRecord:
-        record, window = RunRecord(), _Window(batches, len(self.stages.own))
-        passes = self.passes = None if self.mark is None else Passes(self.mark)
-
-        def around(kind: Kind, stage: int, number: int) -> AbstractContextManager[object]:
-            return nullcontext() if passes is None else passes.timing(kind, stage, number)
-
-        def forward(stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
-            with nullcontext() if passes is None else passes.own():
-                batch = window.take(number)
-            with around("forward", stage, number):
-                out = self.stages.run_stage(stage, came, lambda: call(batch))
-                if stage < self.stages.count - 1:
-                    return out
-                return noted(record, batch, terms(out), divisors, weight)
-
-        def like(stage: int, number: int) -> list[Tensor]:
-            with nullcontext() if passes is None else passes.own():
-                return self.stages.shapes(stage, lambda: call(window.look(number)))
-
-        if self.gradients is not None:
-            self.gradients.take()  # of a step that an error ended
-        self._synchronize(False)
-        if self.turns is not None and is_fully_sharded(self.model):
-            hold_whole(self.model)  # a pass must not free the weights that the other one of its pair uses
-        left = [len(self.stages.own)]
-
-        def before_last(stage: int) -> None:
-            left[0] -= 1
-            if self.gradients is None:
-                self._synchronize(True, stage, whole=left[0] == 0)
-
-        def after_weights(stage: int, last: bool) -> None:
-            if last and self.turns is not None:
-                self._fill()
-            (sum_gradients if last else keep_gradients)(self._blocks[stage])
-
-        actions, self.batches = self._actions(len(batches)), len(batches)
+        record, weights, ledger = RunRecord(), self.weights, self.stages.axis.ledger
+        self.passes = None if self.mark is None else Passes(self.mark)
+        actions, stays = self._actions(len(batches))
+        self.batches = len(batches)
         self.short_steps += len(batches) < self.stages.pipeline.least
+        window = _Window(batches, len(self.stages.own))
+
+        def ends(batch: Batch, out: Any) -> Tensor:
+            return noted(record, batch, terms(out), divisors, weight)
+
+        weights.keep_apart()
+        if self.turns is not None:
+            weights.hold()
+        weights.stay_whole(None, self._neighbours_share)
         try:
             if self.turns is not None and not self.stages.pipeline.splits:
-                self.stages.axis.ledger.gives_way = self._fill
-            actions.run(
-                forward,
-                like,
-                before_last,
-                after_weights,
-                None if self.turns is None else self.turns.both,
-                around,
-                self.stages.count_sent,
-            )
+                ledger.gives_way = self.fill
+            actions.run(_Step(self, call, ends, window, iter(stays)))
+            if self.gradients is not None:
+                assert not self.gradients.left
+                weights.sum_rest()
         except RuntimeError as error:
             if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
                 raise error.__cause__ from None
             raise
         finally:
-            self.stages.axis.ledger.gives_way = None
-        if self.gradients is not None:
-            assert not self.gradients.left
-            if is_fully_sharded(self.model):
-                sum_over_shards(self.model, root=True)
-        self._sum_everywhere()
-        if passes is not None:
-            passes.finish()
+            ledger.gives_way = None
+            if self.gradients is not None:
+                self.gradients.take()  # of a step that an error ended
+            weights.release()
+        weights.sum_everywhere()
+        if self.passes is not None:
+            self.passes.finish()
         return record
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Compute the gradients of weights that backward passes have left so far, while an exchange is on the way."""
         assert self.gradients is not None
         if self.gradients.left:
             self.gradients.take()()
-            for blocks in self._blocks.values():
-                keep_gradients(blocks)
+            self.weights.keep()
         self._filled = True
 
     def _take(self) -> Callable[[], None]:
@@ -133,41 +103,89 @@ class PipelineRunner:
         filled, self._filled = self._filled, False
         return (lambda: None) if filled and not self.stages.pipeline.splits else self.gradients.take()
 
-    def _actions(self, count: int) -> PipelineActions:
+    @property
+    def _neighbours_share(self) -> bool:
+        """True where weights stay gathered between neighbouring passes of a stage; with turns, all are whole for the whole step."""
+        return self.turns is None and not self.stages.gathers_again
+
+    def _actions(self, count: int) -> tuple[PipelineActions, list[bool]]:
+        """The actions of a step, and for each pass with weights whether they stay gathered behind it: the next one is of the same stage."""
         if count not in self._known:
             table = self.stages.pipeline.table(count)
             assert self.group is not None
+            parts = [part for entry in table[dist.get_rank(self.group)] for part in entry.parts]
+            passes = [part.stage for part in parts if part.kind != "weight"]
+            stays = [stage == after and self._neighbours_share for stage, after in pairwise([*passes, None])]
             take = None if self.gradients is None else self._take
             travels = len(self.stages.carries.arguments) + (self.stages.carries.summed is not None)
-            self._known[count] = PipelineActions(
+            actions = PipelineActions(
                 table, self.stages.own, self.stages.count, count, travels, self.device, self.group, take
             )
+            self._known[count] = actions, stays
         return self._known[count]
 
-    @cached_property
-    def _blocks(self) -> dict[int, list[nn.Module]]:
-        """The blocks of each stage of this process."""
-        held = iter(block for _, block in blocks_of(self.model))
-        return {stage: [next(held) for _ in self.stages.bounds[stage]] for stage in self.stages.own}
 
-    def _synchronize(self, on: bool, stage: int | None = None, whole: bool = True) -> None:
-        """Let gradients be summed over shards in the backward passes to come: of the blocks of a stage, and of what is outside of blocks."""
-        for number, blocks in self._blocks.items():
-            for block in blocks if stage in (None, number) else ():
-                if is_fully_sharded(block):
-                    block.set_requires_gradient_sync(on)
-        if whole and is_fully_sharded(self.model):
-            self.model.set_requires_gradient_sync(on, recurse=False)
+class _Step:
+    """What torch's runtime calls in one step (`PipelineCalls`). ends: notes a micro-batch by the output of its last stage, and gives its loss.
 
-    def _sum_everywhere(self) -> None:
-        """Sum, over stages, the gradients of parameters that all of them hold."""
-        shared = [p for _, p in sorted(everywhere(self.model), key=lambda pair: pair[0]) if p.requires_grad]
-        for parameter in shared:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        axis = self.stages.axis
-        for sent in sum_together([local(p.grad) for p in shared if p.grad is not None], self.group):
-            axis.count("all_reduce", 2 * sent * (axis.size - 1) // axis.size)  # as in a ring algorithm
+    stays: for each pass with weights, in order, whether they stay gathered behind it.
+    """
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        call: Call,
+        ends: Callable[[Batch, Any], Tensor],
+        window: _Window,
+        stays: Iterator[bool],
+    ) -> None:
+        self.runner, self.stages, self.weights = runner, runner.stages, runner.weights
+        self.call, self.ends, self.window, self.stays = call, ends, window, stays
+        self.left = len(runner.stages.own)  # stages whose last backward pass is to come
+
+    def like(self, stage: int, number: int) -> list[Tensor]:
+        with self._reading():
+            return self.stages.shapes(stage, lambda: self.call(self.window.look(number)))
+
+    def forward(self, stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
+        self.weights.stay_whole(stage, next(self.stays))
+        with self._reading():
+            batch = self.window.take(number)
+        with self.around("forward", stage, number):
+            out = self.stages.run_stage(stage, came, lambda: self.call(batch))
+            return out if stage < self.stages.count - 1 else self.ends(batch, out)
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        self.weights.stay_whole(stage, next(self.stays))
+        self.weights.come_next(stage)
+        self.left -= last
+        if last and self.runner.gradients is None:
+            self.weights.synchronize(stage, True)
+            if not self.left:
+                self.weights.synchronize(None, True)
+
+    def after_weights(self, stage: int, last: bool) -> None:
+        if last and self.runner.turns is not None:
+            self.runner.fill()
+        self.weights.keep()
+        if last:
+            self.weights.sum_over_shards(stage)
+
+    def together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        turns = self.runner.turns
+        assert turns is not None
+        turns.both(forward, backward)
+
+    def around(self, kind: Kind, stage: int, number: int) -> AbstractContextManager[object]:
+        passes = self.runner.passes
+        return nullcontext() if passes is None else passes.timing(kind, stage, number)
+
+    def sent(self, what: str, to: int, tensors: Sequence[Tensor]) -> None:
+        self.stages.count_sent(what, to, tensors)
+
+    def _reading(self) -> AbstractContextManager[object]:
+        passes = self.runner.passes
+        return nullcontext() if passes is None else passes.own()
 
 
 class _Window:

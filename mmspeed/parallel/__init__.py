@@ -140,9 +140,12 @@ def parallelize(
         autocast(model, compute_dtype)
     if stages is not None:
         mix_in(model, StageModel, rename=False)
-        if strategy != "fsdp":
+        apart = mesh is not None and mesh.storage.size() > mesh.size(AxisName.PP)
+        if strategy == "ddp" or (strategy == "none" and apart):
             raise UserError(f"parallel.pp goes with parallel.strategy fsdp, not with {strategy}")
     if strategy == "none":
+        if stages is not None:
+            end_calls_at_stages(model, stages)
         return model
     if mesh is None:
         raise ValueError(f"strategy {strategy} needs a device mesh")

@@ -99,6 +99,7 @@ class Stages:
         self.everywhere: tuple[str, ...] = ()
         self.tokens: BetweenStages | None = None  # of a model whose tokens several processes share
         self.axis = Axis.alone("pp")  # of these processes; its ledger counts all exchanges
+        self.gathers_again = False  # each pass gathers the shards of weights, block by block
         self.passing: Passing | None = None
 
     def __deepcopy__(self, memo: Any) -> Stages:

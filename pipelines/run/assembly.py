@@ -139,10 +139,23 @@ class Placement:
         )
 
 
+def is_cast(config: RunConfig) -> bool:
+    """True where weights have another number type than passes."""
+    return config.device.dtype != "float32" and config.memory.master == "parameters"
+
+
+def gathers_again(config: RunConfig) -> bool:
+    """True where each pass of a pipeline gathers weights block by block: less memory is asked for than a stage's weights take."""
+    return config.host_base or config.memory.chooses
+
+
 def place(config: RunConfig, device: Device) -> Placement:
     """The config's layout over the processes of this run; a collective call. Raises UserError where it does not fit them."""
     parallel, world = config.parallel, dist.get_world_size()
-    strategy = resolve_strategy(parallel.strategy, world)
+    # a stage of one device needs no engine, which would only copy its weights, unless they are cast once for all passes
+    strategy = resolve_strategy(
+        parallel.strategy, world if is_cast(config) else -(-world // Pipeline.of(parallel).ranks)
+    )
     parallel.check_world(world)
     if parallel.ep_backend == "deepep":
         check_backend(device.kind)
@@ -263,7 +276,8 @@ def _placed(
         if not learns:
             raise UserError("parallel.pp: a model that does not train is not divided into stages: leave pp at 1")
         (group,) = placement.mesh.across_stages()
-        cut_into_stages(bare, group, Pipeline.of(config.parallel))
+        stages = cut_into_stages(bare, group, Pipeline.of(config.parallel))
+        stages.gathers_again = gathers_again(config)
     keeping, host = None, learns and config.host_base
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)

@@ -152,7 +152,7 @@ def device_line(config: RunConfig, where: RunPlace) -> str:
         parts.append("one process")
     else:
         parts.append(f"{world} processes")
-        parts.append({"ddp": "a replica each (ddp)", "fsdp": "sharded (fsdp)"}.get(strategy, strategy))
+        parts.append({"ddp": "a replica each (ddp)", "fsdp": "sharded (fsdp)", "none": "a stage each"}[strategy])
         if config.parallel.group > 1:
             parts.append(f"samples split over {config.parallel.group_in_words()}")
     return f"device: {', '.join(parts)}"

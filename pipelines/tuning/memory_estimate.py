@@ -37,9 +37,9 @@ from mmspeed.parallel import autocast, make_half
 from mmspeed.parallel.expert_outline import outline_experts
 from mmspeed.parallel.experts import spread_modules
 from mmspeed.parallel.stages import cut_into_stages
+from mmspeed.pipelines.run.assembly import gathers_again, is_cast
 from mmspeed.pipelines.tasks import Task, make_task
-from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures, weights_of
-from mmspeed.pipelines.tuning.memory_search import budget_bytes
+from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, budget_bytes, key_of, step_figures, weights_of
 from mmspeed.pipelines.tuning.memory_stages import RankEnds, rank_ends, rank_figures
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
 from mmspeed.plan.schedules import Pipeline
@@ -372,12 +372,13 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     Experts of one process are sharded, and gathered, over the devices that hold the same ones.
     """
     parallel, memory = config.parallel, config.memory
-    sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and (world > 1 or parallel.pp > 1))
+    engine = world > 1 or (Pipeline.of(parallel).ranks > 1 and (is_cast(config) or config.host_base))
+    sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and engine)
     shards = (
         max(1, world // parallel.replicas) if sharded else 1
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
     group, same = parallel.group, max(1, shards // parallel.expert_devices)
-    if group == shards == 1 and not figures.flights:
+    if group == shards == 1 and not (figures.flights and sharded):
         return _swapped(figures) if config.host_base else figures
 
     def part(count: float, parts: int) -> int:
@@ -385,6 +386,9 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
 
     def held(count: float, of_experts: int) -> int:
         return part(count - of_experts, shards) + part(of_experts, same)
+
+    def whole(count: int, of_experts: int) -> int:
+        return part(count - of_experts, parallel.tp) + part(of_experts, parallel.expert_devices)
 
     def option(one: Option) -> Option:
         kept_, forward, backward, host = (part(n, group) for n in (one.kept, one.forward, one.backward, one.host))
@@ -412,21 +416,18 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     gradients = [held(own, 4 * trained) for own, _, (trained, _) in blocks]
     sums: list[int] = []
     if figures.flights:  # of a pipeline's rank: what is outside of blocks is gathered for each call, and gradients are whole until the last one
-        if shards == 1:
-            gathered //= 2  # the next block is not fetched before
-        of_block = gathered
+        width = parse_dtype(config.device.dtype).itemsize
+        whole_blocks = [whole(own // 4, trained) * width + whole(kept, fixed) for own, kept, (trained, fixed) in blocks]
         if Pipeline.of(parallel).overlaps:  # neither pass frees the weights that the other one uses
-            gathered, of_block = (
-                sum(own // 4 for own in figures.gradients) * parse_dtype(config.device.dtype).itemsize,
-                0,
-            )
-        gathered += (numbers - sum(own // 4 for own in figures.gradients)) * parse_dtype(config.device.dtype).itemsize
-
-        def whole(count: int, of_experts: int) -> int:
-            return part(count - of_experts, parallel.tp) + part(of_experts, parallel.expert_devices)
-
+            gathered, freed = sum(own // 4 for own in figures.gradients) * width, [0] * len(blocks)
+        elif gathers_again(config):
+            gathered //= 2 if shards == 1 else 1  # the next block is not fetched before
+            freed = [gathered] * len(blocks)
+        else:  # those of one stage stay
+            gathered, freed = max(sum(whole_blocks[at] for at in flight.at) for flight in figures.flights), whole_blocks
+        gathered += (numbers - sum(own // 4 for own in figures.gradients)) * width
         parts, gradients = gradients, [whole(own, 4 * trained) for own, _, (trained, _) in blocks]
-        sums = [own + shard - of_block for own, shard in zip(gradients, parts, strict=True)]
+        sums = [own + shard - less for own, shard, less in zip(gradients, parts, freed, strict=True)]
         static = replace(static, gradients=4 * whole(numbers, of_experts))
     spread_ = replace(
         figures,

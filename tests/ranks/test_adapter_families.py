@@ -33,10 +33,11 @@ LAYOUTS = {
     "ddp": ("parallel.strategy=ddp",),
     "fsdp": ("parallel.strategy=fsdp",),
     "tp": ("parallel.strategy=fsdp", "parallel.tp=2"),
+    "pp": ("parallel.pp=2", "train.micro_batch_size=1"),
 }
 # model -> (its repository, layouts)
 VIDEO: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "ltx": (REPOSITORIES["ltx"], ("ddp", "fsdp")),
+    "ltx": (REPOSITORIES["ltx"], ("ddp", "fsdp", "pp")),
     "hunyuan-video-1.5": (REPOSITORIES["hunyuan-video-1.5"], ("ddp", "fsdp")),
     "wan-vace": (save_wan_vace, ("fsdp",)),
     "experts": (save_wan_experts, ("ddp", "fsdp")),

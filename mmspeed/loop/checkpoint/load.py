@@ -18,7 +18,7 @@ from mmspeed.errors import UserError
 from mmspeed.initialize import own_span, set_part
 from mmspeed.log import get_logger
 from mmspeed.loop.averages import EMA
-from mmspeed.loop.frozen import fingerprint, frozen_names
+from mmspeed.loop.frozen import fingerprint, frozen_names, some_hold
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer
 from mmspeed.parallel import unwrap
 from mmspeed.protocols import BeginsAtZero
@@ -175,7 +175,7 @@ def _check_base(
     if fingerprint(model, names, alone, group) != meta[FROZEN]:
         raise UserError(
             f"checkpoint {folder} was trained on another base: the {len(names)} tensors here that it does not hold, such as "
-            f"`{names[0]}`, are not the weights that were frozen then. Begin from the same base, in the same number type (model.base.dtype), "
+            f"`{next(iter(names), 'those of other stages')}`, are not the weights that were frozen then. Begin from the same base, in the same number type (model.base.dtype), "
             f"or begin a new run with train.start_from: {folder}"
         )
 
@@ -351,7 +351,7 @@ def load(
     if of_host:
         _all_hold(folder, index, wanted, group)
     _check(folder, meta, index, wanted, group=group)
-    if base:
+    if FROZEN in meta and some_hold(model, base, group):
         _check_base(folder, meta, model, base, group=group)
     if of_host:
         _read_of_hosts(folder, index, wanted, group, host)
@@ -407,7 +407,7 @@ def load_weights(
         elif key in stored or name not in state:
             wanted[key] = tensor
     _check(folder, meta, index, wanted, alone)
-    if base:
+    if FROZEN in meta and some_hold(model, base):
         _check_base(folder, meta, model, base, alone)
     _read(folder, index, wanted, None, alone)
     take_weights(model, optimizer, weights)

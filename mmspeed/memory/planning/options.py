@@ -308,13 +308,13 @@ class StepFigures:
 
         def bytes_at(flight: Flight) -> int:
             at = slice(flight.at.start, flight.at.stop)
-            others = sum(map(mul, flight.blocks, kept)) - sum(kept[at])  # beside the micro-batch that computes
+            others: int = sum(map(mul, flight.blocks, kept)) - sum(kept[at])  # beside the micro-batch that computes
             left, peaks = gradients[at], list[int]()
-            if flight.sums:  # those of the block behind are still being sent
+            if flight.sums and self.sums:  # those of the block behind are still being sent
                 left = list(map(add, left, (*self.gradients[at][1:], 0)))
                 before = accumulate(kept[at], initial=0)
                 peaks = [each + own + self.static.gradients for each, own in zip(before, self.sums[at], strict=False)]
-            return flight.beside + others + max(peak_of(blocks[at], chosen[at], gradients=left), *peaks)
+            return flight.beside + others + max([peak_of(blocks[at], chosen[at], gradients=left), *peaks])
 
         return max(self.fixed_peak, self.base + max(map(bytes_at, self.flights or (self.heaviest,))))
 
