@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch.distributed as dist
 
+from mmspeed.comm import even_sizes
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -43,8 +44,10 @@ LAYOUTS = {
 def carried(kind: str, batch: Batch, parallel: ParallelConfig) -> int:
     """Bytes of a micro-batch between two stages, from its shapes."""
     place = dist.get_rank() % parallel.group
-    if kind == "experts":  # which splits evenly here
-        return carried_bytes(batch["ids"].numel() // parallel.group, settings_of(PLAIN).hidden_size, FLOAT, sums=1)
+    if kind == "experts":
+        packs, tokens = batch["ids"].shape
+        held = packs * even_sizes(tokens, parallel.group)[place]
+        return carried_bytes(held, settings_of(PLAIN).hidden_size, FLOAT, sums=1)
     latent, spans = LATENTS[int(batch["number"][1])], (MODEL.span(0), MODEL.span(1))
     work = AttentionWorkload(2, MODEL.grid(latent), MODEL.width, MODEL.heads, spans, 1, 1, FLOAT, image=latent[0] == 1)
     return carried_bytes(2 * held_tokens(work, parallel, spans[0])[place], MODEL.width, FLOAT)
