@@ -158,7 +158,8 @@ def exported_alike(home: Path, name: str, own: tuple[str, ...], layouts: Mapping
     run, base = config(home, f"name={name}").run_dir, home / f"{name}-base"
     export_language_run(run, base)  # the averages, which another run begins with
     still = ("train.steps=1", "train.lr=1e-30", "objective.balance_rate=0")
-    begins = {"run": (*own, f"train.start_from={run}"), "folder": (f"model={{pretrained: {base}}}",)}
+    others = (each for each in own if not each.startswith("model."))
+    begins = {"run": (*own, f"train.start_from={run}"), "folder": (*others, f"model={{pretrained: {base}}}")}
     for world, some in groupby(layouts, lambda layout: layouts[layout][0]):
         runs = [(named(name, layout, begin), (*begins[begin], *still, *layouts[layout][1])) for layout in some for begin in begins]  # fmt: skip
         run_ranks(train, world, str(home), runs)

@@ -23,6 +23,7 @@ from tests.support.spawn import run_ranks
 LAYOUTS: dict[str, Layout] = {
     "1f1b": (2, ("parallel.pp=2", "parallel.stages=[1,3]")),
     "interleaved, one more": (2, ("parallel.pp=2", "parallel.virtual=2", "parallel.extra_warmup=true")),
+    "dualpipe_v": (2, ("parallel.pp=2", "parallel.virtual=2", "parallel.schedule=dualpipe_v")),
     "one process": (1, ()),
     "four stages": (4, ("parallel.pp=4",)),
     "shards": (2, ()),
@@ -55,7 +56,7 @@ def gone_through(home: Path, layouts: list[Layout], ways: dict[str, tuple[str, .
 
 def test_a_run_goes_from_stages_to_one_process_and_back(home: Path) -> None:
     way = "states and averages on the host"
-    some = ["interleaved, one more", "one process", "1f1b"]
+    some = ["interleaved, one more", "one process", "dualpipe_v"]
     gone_through(home, [LAYOUTS[name] for name in some], {way: WAYS[way]})
 
 
