@@ -80,15 +80,6 @@ def test_adapters_pass(layout: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "PASSED" in text and "packs: the 5 gradients of 42 that" in text and ".lora_A.default.weight" in text
 
 
-@pytest.mark.slow
-def test_stages_of_which_nothing_trains_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(tiny_twin(SHAPES["qwen3-8b"].settings), tmp_path / "hub", seed=1)
-    adapter = {"kind": "lora", "rank": 4, "targets": ["layers.2.self_attn.q_proj"]}
-    path = written(tmp_path, model={"pretrained": str(tmp_path / "hub"), "adapter": adapter}, objective={})
-    assert main(["check", str(path), "--parallel", "pp=2"]) == 1
-    assert "parallel.pp: nothing trains in the blocks of process 0: let some of each stage" in capsys.readouterr().err
-
-
 def test_a_layout_that_does_not_fit_the_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for layout, message in (
         ("tp=3", "the model's 32 heads cannot be divided among the 3 devices"),
