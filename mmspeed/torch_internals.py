@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -333,13 +333,43 @@ def asked_before_restarts(go_on: Callable[[dict[int, Any], int], bool]) -> Itera
 # ---- pipelines
 
 
+class PipelineCalls(Protocol):
+    """What a step of a pipeline calls. Stages and micro-batches are numbers."""
+
+    def like(self, stage: int, micro_batch: int) -> Sequence[Tensor]:
+        """Tensors as those that come to a stage."""
+        ...
+
+    def forward(self, stage: int, micro_batch: int, came: tuple[Tensor, ...]) -> Any:
+        """What goes on to the next stage, or the loss."""
+        ...
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        """Called before a backward pass, of input or of both; `last`: it is the stage's last one in one."""
+        ...
+
+    def after_weights(self, stage: int, last: bool) -> None:
+        """Called after the gradients of weights that a pass left; `last`: there are no more of the stage."""
+        ...
+
+    def together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        """Run the passes of a pair."""
+        ...
+
+    def around(self, kind: Any, stage: int, micro_batch: int) -> AbstractContextManager[object]:
+        """Made around each backward pass."""
+        ...
+
+    def sent(self, what: str, to: int, tensors: Sequence[Tensor]) -> None:
+        """Called with each message to another stage."""
+        ...
+
+
 class PipelineActions:
     """A table of a pipeline in torch's runtime, whose stages get receive buffers of each micro-batch's own shapes.
 
-    torch's stages take the shapes of their first step, and abort at others. `forward(stage, micro-batch, tensors that came)` returns what
-    goes on, or the loss; `like(stage, micro-batch)` tensors as those that come to a stage; `before_backward(stage, whether it is the last in
-    one)` is called before a stage's backward passes, `after_weights(stage, whether it was the last)` after gradients of weights that were left.
-    torch would also keep all that a step sends until its end; here outputs go with their backward, and a gradient with the next one.
+    torch's stages take the shapes of their first step, and abort at others. torch would also keep all that a step sends until its end; here
+    outputs go with their backward, and a gradient with the next one.
     """
 
     def __init__(
@@ -378,19 +408,12 @@ class PipelineActions:
         self._schedule._comp_type_to_function_map |= {torch_schedules.SEND_F: send, torch_schedules.SEND_B: send}
         self._count = micro_batches
 
-    def run(
-        self,
-        forward: Callable[[int, int, tuple[Tensor, ...]], Any],
-        like: Callable[[int, int], Sequence[Tensor]],
-        before_backward: Callable[[int, bool], None],
-        after_weights: Callable[[int, bool], None] = lambda stage, last: None,
-        together: Callable[[Callable[[], None], Callable[[], None]], None] | None = None,
-    ) -> None:
-        """Run a step. together: runs the forward and the backward pass of a pair; None: one after the other."""
-        self._together = together
+    def run(self, calls: PipelineCalls) -> None:
+        """Run a step."""
+        self._calls = calls
         self._schedule._has_backward = True
         for stage in self._stages:
-            stage.begin(forward, like, before_backward, after_weights)
+            stage.begin(calls)
             stage.clear_runtime_states()
         numbers: list[Any] = [{"micro_batch": number} for number in range(self._count)]
         nothing: list[Any] = [None] * self._count
@@ -429,11 +452,7 @@ class PipelineActions:
             if number - 1 in stages:
                 stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
 
-        if self._together is None:
-            forward()
-            backward()
-        else:
-            self._together(forward, backward)
+        self._calls.together(forward, backward)
 
 
 def _torch_table(table: Sequence[Sequence[Any]]) -> dict[int, list[Any]]:
@@ -477,7 +496,7 @@ def with_receipts(
     parts = [[part for entry in rows[rank] for part in entry.sub_actions or (entry,)] for rank in sorted(rows)]
     return [
         [
-            (words[part.computation_type], part.stage_index, part.microbatch_index)
+            (words[part.computation_type], part.stage_index, int(part.microbatch_index or 0))
             for part in row
             if part.computation_type in words
         ]
@@ -512,9 +531,8 @@ def pipeline_stage() -> Any:
             )
             self.count, self.travels = count, travels
 
-        def begin(self, forward: Any, like: Any, before_backward: Any, after_weights: Any) -> None:
-            self.forward_of, self.like = forward, like
-            self.before_backward, self.after_weights = before_backward, after_weights
+        def begin(self, calls: PipelineCalls) -> None:
+            self.calls = calls
             self.dw_runner.clear()
             self.losses: dict[int, Tensor] = {}
             self.has_backward, self.chunks = True, self.count
@@ -539,7 +557,7 @@ def pipeline_stage() -> Any:
             if self.is_first:
                 return []
             self.args_recv_info[micro_batch] = self._room(
-                self.like(self.stage_index, micro_batch), self.stage_index - 1, False
+                self.calls.like(self.stage_index, micro_batch), self.stage_index - 1, False
             )
             return super().get_fwd_recv_ops(micro_batch)
 
@@ -549,6 +567,16 @@ def pipeline_stage() -> Any:
             sent = self.fwd_cache[micro_batch][0]
             self.grad_recv_info[micro_batch] = self._room(sent, self.stage_index + 1, True)
             return super().get_bwd_recv_ops(micro_batch)
+
+        def get_fwd_send_ops(self, micro_batch: int) -> Any:
+            ops = super().get_fwd_send_ops(micro_batch)
+            self.calls.sent("activations", self.stage_index + 1, [op.tensor for op in ops])
+            return ops
+
+        def get_bwd_send_ops(self, micro_batch: int) -> Any:
+            ops = super().get_bwd_send_ops(micro_batch)
+            self.calls.sent("gradients", self.stage_index - 1, [op.tensor for op in ops])
+            return ops
 
         def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
             self.args_recv_info[micro_batch] = self._room(outputs, self.stage_index - 1, False)
@@ -569,7 +597,7 @@ def pipeline_stage() -> Any:
                 _wait_batch_p2p(self.sent.pop(each, []))
 
         def forward_maybe_with_nosync(self, *came: Tensor, micro_batch: int) -> Any:
-            output = self.forward_of(self.stage_index, micro_batch, came)
+            output = self.calls.forward(self.stage_index, micro_batch, came)
             if self.is_last:
                 self.losses[micro_batch] = output
             return output
@@ -577,17 +605,19 @@ def pipeline_stage() -> Any:
         def backward_one_chunk(
             self, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
         ) -> None:
-            self.before_backward(self.stage_index, last_backward)
+            self.calls.before_backward(self.stage_index, last_backward)
             self.wait_for(number)
-            super().backward_one_chunk(number, self.losses.pop(number, None), full_backward, last_backward)
+            with self.calls.around("backward" if full_backward else "input", self.stage_index, number):
+                super().backward_one_chunk(number, self.losses.pop(number, None), full_backward, last_backward)
+                if full_backward and self.dw_builder is not None:
+                    self.calls.after_weights(self.stage_index, last_backward)
             self.args_recv_info.pop(number, None)
             self.grad_recv_info.pop(number, None)
-            if full_backward and self.dw_builder is not None:
-                self.after_weights(self.stage_index, last_backward)
 
         def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:
-            super().backward_weight_one_chunk(number, last_backward)
-            self.after_weights(self.stage_index, last_backward)
+            with self.calls.around("weight", self.stage_index, number):
+                super().backward_weight_one_chunk(number, last_backward)
+                self.calls.after_weights(self.stage_index, last_backward)
 
     return Stage
 

@@ -38,6 +38,9 @@ def demo(
             help="Of --task language: train on one process and on those of this layout, and compare losses, bytes and loads.",
         ),
     ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="With pp in --parallel: the order in which stages compute, such as overlap.")
+    ] = None,
     adapter: Annotated[
         bool,
         typer.Option(
@@ -60,6 +63,10 @@ def demo(
         DemoTask.language: (run_language_demo, "init my-lm --texts FOLDER"),
     }
     run, following = runs[task]
+    if schedule is not None:
+        if parallel is None:
+            raise UserError("--schedule goes with pp in --parallel, such as pp=2,virtual=2,ep=2")
+        parallel = f"{parallel},schedule={schedule}"
     if parallel is not None:
         if task is not DemoTask.language:
             raise UserError("--parallel goes with --task language")

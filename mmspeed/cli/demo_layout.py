@@ -6,14 +6,17 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from mmspeed.config import RunConfig, make_config
+from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds, get_logger, read_metrics
+from mmspeed.plan.overlap import Part, exposed
 from mmspeed.plan.schedules import Pipeline
 from mmspeed.plan.simulate import picture, reckoned
 
@@ -24,6 +27,8 @@ log = get_logger("demo")
 
 STEPS = 120
 ROWS = 6  # of the table of losses
+PAIRED = 4  # micro-batches for each process of a pipeline whose passes overlap
+EXCHANGE = 0.5  # of what a part of a block computes
 LEARNING_RATE = 3e-4  # at a higher one, a token that goes to another expert, since two scores are equal but for rounding, soon shows
 
 
@@ -40,7 +45,7 @@ def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None
 
     started, output = time.monotonic(), output.resolve()
     parallel = with_layout(make_config(_tree(output, short), origin="demo"), layout).parallel
-    alone = make_config(_tree(output, short, Pipeline.of(parallel).stages), origin="demo")
+    alone = make_config(_tree(output, short, parallel), origin="demo")
     spread = with_layout(alone, layout)
     if Pipeline.of(spread.parallel).ranks > 1:  # as many micro-batches as there are items
         spread = spread.model_copy(update={"train": spread.train.model_copy(update={"micro_batch_size": 1})})
@@ -66,12 +71,15 @@ def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None
     return [alone.run_dir, spread.run_dir, file]
 
 
-def _tree(output: Path, short: bool, stages: int = 1) -> dict[str, Any]:
+def _tree(output: Path, short: bool, parallel: ParallelConfig | None = None) -> dict[str, Any]:
     """The demo's config for the comparison, unchecked: an auxiliary loss of each pack, which is the same on every layout.
 
-    stages: the least number of blocks.
+    parallel: the layout, for whose stages there are blocks, and for whose pairs micro-batches.
     """
-    tree = language_tree(output, short)
+    tree, pipeline = language_tree(output, short), Pipeline.of(parallel or ParallelConfig())
+    stages = pipeline.stages
+    if parallel is not None and pipeline.overlaps:
+        tree["train"]["batch_size"] = PAIRED * pipeline.ranks * max(1, parallel.dp_shard) * parallel.replicas
     steps = tree["train"]["steps"] if short else STEPS
     tree["name"] = f"{tree['name']}-one"
     tree["model"].update(balance="sequence", num_hidden_layers=max(tree["model"]["num_hidden_layers"], stages))
@@ -90,13 +98,34 @@ def pipeline_lines(config: RunConfig, rows: list[dict[str, Any]]) -> list[str]:
     steps = [row["pipeline"] for row in rows if "pipeline" in row]
     if pipeline.ranks == 1 or not steps:
         return []
-    batches, bubble = steps[-1]["micro_batches"], steps[-1]["bubble"]
-    return [
-        f"the pipeline: {batches} micro-batches through {pipeline.stages} stages; it stands still for {bubble:.0%} of a step, if stages are "
-        "equal and backward takes twice as long as forward:",
+    last = steps[-1]
+    batches, waits = last["micro_batches"], last["waits"]
+    each = ", ".join(f"{kind} {sum(of) / len(of):.3f}" for kind, of in waits.items())
+    lines = [
+        f"the pipeline: {batches} micro-batches through {pipeline.stages} stages; it stands still for {last['reckoned_bubble']:.0%} of a step, "
+        "if stages are equal and backward takes twice as long as forward:",
         *picture(reckoned(pipeline, batches)),
         "digits: forward of a micro-batch, letters: backward, dots: waiting",
+        f"measured in the last step, of {last['seconds']:.3f} s: it stands still for {last['bubble']:.0%}, and exchanges between stages add "
+        f"{last['exposed']:.0%}; a process waits, in seconds ({each}); the report draws it",
     ]
+    if pipeline.overlaps:
+        lines.append(exposed_line(pipeline, batches, EXCHANGE))
+    return lines
+
+
+def exposed_line(pipeline: Pipeline, batches: int, exchange: float) -> str:
+    """A line on the exchanges that a schedule with pairs hides, where each takes `exchange` times as long as attention, or as experts."""
+    parts = [Part(1.0, 1.0, 1.0, exchange)] * 2  # a block's attention and experts
+    shares = {
+        schedule: exposed(replace(pipeline, schedule=schedule), batches, parts).share
+        for schedule in ("interleaved", pipeline.schedule)
+    }
+    one, other = shares.values()
+    return (
+        f"with exchanges that take {exchange:g} of attention's or experts' forward pass each, {one:.1%} of a step are exposed in series, and "
+        f"{other:.1%} with {pipeline.schedule}"
+    )
 
 
 def comparison(alone: list[dict[str, Any]], layout: list[dict[str, Any]], world: int) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mmspeed.axes import DENSE, ITEMS, AxisName, AxisSizes, mesh_table, together_along
+from mmspeed.axes import DENSE, ITEMS, STAGES, AxisName, AxisSizes, mesh_table, together_along
 from mmspeed.errors import UserError
 
 from .inputs import Section
@@ -218,7 +218,7 @@ class ParallelConfig(Section):
         """This section with the least `dp_shard` that, with the other axes, gives `ep` x `etp` its devices, unless `dp_shard` is named."""
         if AxisName.DP_SHARD in named:
             return self
-        others = math.prod(size for axis, size in self.sizes().items() if axis not in ITEMS)
+        others = math.prod(size for axis, size in self.sizes().items() if axis not in (*ITEMS, *STAGES))
         wanted = self.ep * self.etp
         return self.model_copy(update={"dp_shard": wanted // math.gcd(wanted, others)})
 

@@ -5,27 +5,34 @@ Micro-batches may have shapes of their own, and any number of them makes a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmspeed import comm
+from mmspeed.data.cache.files import write_whole
+from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy
-from mmspeed.parallel.stages import Stages, everywhere, stages_of
-from mmspeed.parallel.tensor import local, sum_together
+from mmspeed.parallel.stage_weights import StageWeights, let_weights_wait
+from mmspeed.parallel.stages import Stages, stages_of
 from mmspeed.parallel.turns import Turns
-from mmspeed.parallel.wgrad import keep_gradients, let_weights_wait, sum_gradients
+from mmspeed.plan.measured_pipeline import Pass, measured_step
+from mmspeed.plan.schedules import Kind
 from mmspeed.plan.simulate import reckoned
-from mmspeed.protocols import Batch, Divisors, MicroBatches, blocks_of
-from mmspeed.torch_internals import PipelineActions, hold_whole, is_fully_sharded, sum_over_shards
+from mmspeed.protocols import Batch, Divisors, MicroBatches
+from mmspeed.torch_internals import PipelineActions
 
 from .callbacks import BaseCallback
 from .runner import Call, Runner, RunRecord, SequentialRunner, TermsOf, noted
+from .watch.marks import Marks
+from .watch.passes import Passes
 
 
 class PipelineRunner:
@@ -35,84 +42,59 @@ class PipelineRunner:
         self.model, self.stages, self.device, self.group = model, stages, device, stages.group
         pipeline = stages.pipeline
         self.gradients = let_weights_wait(model) if pipeline.splits or pipeline.overlaps else None
-        self.turns = Turns(stages.ledger, device, self._fill) if pipeline.overlaps else None
-        self._filled = False  # an exchange of this backward pass hid gradients of weights
+        self.weights = StageWeights(model, stages)
+        self.turns = Turns(stages.axis.ledger, device, self.fill) if pipeline.overlaps else None
         self.batches = 0  # micro-batches of the last step
+        self.short_steps = 0  # steps of fewer micro-batches than fill the schedule
+        self.mark: Marks | None = None  # with which passes are timed; None: they are not
+        self.passes: Passes | None = None  # of the last step
+        self._filled = False  # an exchange of this backward pass hid gradients of weights
         self._known: dict[int, tuple[PipelineActions, list[bool]]] = {}  # by the number of micro-batches
-        self._whole: set[int | None] = set()  # the stages whose weights stay gathered; None: what is outside of blocks
 
     def run(
         self, call: Call, terms: TermsOf, batches: MicroBatches, divisors: Divisors, weight: float = 1.0
     ) -> RunRecord:
-        record, window = RunRecord(), _Window(batches, len(self.stages.own))
+        record, weights, ledger = RunRecord(), self.weights, self.stages.axis.ledger
+        self.passes = None if self.mark is None else Passes(self.mark)
+        actions, stays = self._actions(len(batches))
+        self.batches = len(batches)
+        self.short_steps += len(batches) < self.stages.pipeline.least
+        window = _Window(batches, len(self.stages.own))
 
-        def forward(stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
-            self._stay_whole(stage, next(stays))
-            batch = window.take(number)
-            out = self.stages.run_stage(stage, came, lambda: call(batch))
-            if stage < self.stages.count - 1:
-                return out
+        def ends(batch: Batch, out: Any) -> Tensor:
             return noted(record, batch, terms(out), divisors, weight)
 
-        if self.gradients is not None:
-            self.gradients.take()  # of a step that an error ended
-        self._synchronize(False)
-        if self.turns is not None and is_fully_sharded(self.model):
-            hold_whole(self.model)  # a pass must not free the weights that the other one of its pair uses
-        left = [len(self.stages.own)]
-
-        def before_backward(stage: int, last: bool) -> None:
-            self._stay_whole(stage, next(stays))
-            # else the model would fetch the last block of the latest forward pass, whatever its stage
-            block = self._blocks[stage][-1]
-            if is_fully_sharded(self.model) and is_fully_sharded(block):
-                self.model.set_modules_to_backward_prefetch([block])
-            left[0] -= last
-            if last and self.gradients is None:
-                self._synchronize(True, stage, whole=left[0] == 0)
-
-        def after_weights(stage: int, last: bool) -> None:
-            if last and self.turns is not None:
-                self._fill()
-            (sum_gradients if last else keep_gradients)(self._blocks[stage])
-
-        actions, of_passes = self._actions(len(batches))
-        stays, self.batches = iter(of_passes), len(batches)
-        self._stay_whole(None, self._neighbours_share)
+        weights.keep_apart()
+        if self.turns is not None:
+            weights.hold()
+        weights.stay_whole(None, self._neighbours_share)
         try:
             if self.turns is not None and not self.stages.pipeline.splits:
-                self.stages.ledger.gives_way = self._fill
-            actions.run(
-                forward,
-                lambda stage, number: self.stages.shapes(stage, lambda: call(window.look(number))),
-                before_backward,
-                after_weights,
-                None if self.turns is None else self.turns.both,
-            )
+                ledger.gives_way = self.fill
+            actions.run(_Step(self, call, ends, window, iter(stays)))
             if self.gradients is not None:
                 assert not self.gradients.left
-                if is_fully_sharded(self.model):
-                    sum_over_shards(self.model, root=True)
+                weights.sum_rest()
         except RuntimeError as error:
             if isinstance(error.__cause__, UserError):  # torch tells of each error by one of its own
                 raise error.__cause__ from None
             raise
         finally:
-            self.stages.ledger.gives_way = None
-            for part in list(self._whole):
-                self._stay_whole(part, False)
-                for module in self._sharded[part]:
-                    module.reshard()
-        self._sum_everywhere()
+            ledger.gives_way = None
+            if self.gradients is not None:
+                self.gradients.take()  # of a step that an error ended
+            weights.release()
+        weights.sum_everywhere()
+        if self.passes is not None:
+            self.passes.finish()
         return record
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Compute the gradients of weights that backward passes have left so far, while an exchange is on the way."""
         assert self.gradients is not None
         if self.gradients.left:
             self.gradients.take()()
-            for blocks in self._blocks.values():
-                keep_gradients(blocks)
+            self.weights.keep()
         self._filled = True
 
     def _take(self) -> Callable[[], None]:
@@ -142,45 +124,68 @@ class PipelineRunner:
             self._known[count] = actions, stays
         return self._known[count]
 
-    @cached_property
-    def _blocks(self) -> dict[int, list[nn.Module]]:
-        """The blocks of each stage of this process."""
-        held = iter(block for _, block in blocks_of(self.model))
-        return {stage: [next(held) for _ in self.stages.bounds[stage]] for stage in self.stages.own}
 
-    def _synchronize(self, on: bool, stage: int | None = None, whole: bool = True) -> None:
-        """Let gradients be summed over shards in the backward passes to come: of the blocks of a stage, and of what is outside of blocks."""
-        for number, blocks in self._blocks.items():
-            for block in blocks if stage in (None, number) else ():
-                if is_fully_sharded(block):
-                    block.set_requires_gradient_sync(on)
-        if whole and is_fully_sharded(self.model):
-            self.model.set_requires_gradient_sync(on, recurse=False)
+class _Step:
+    """What torch's runtime calls in one step (`PipelineCalls`). ends: notes a micro-batch by the output of its last stage, and gives its loss.
 
-    def _stay_whole(self, stage: int | None, on: bool) -> None:
-        """Let weights stay gathered behind the passes to come, or free them: those of a stage's blocks; None: those outside of blocks."""
-        if (stage in self._whole) == on:
-            return
-        (self._whole.add if on else self._whole.remove)(stage)
-        for module in self._sharded[stage]:
-            module.set_reshard_after_forward(not on, recurse=False)
-            module.set_reshard_after_backward(not on, recurse=False)
+    stays: for each pass with weights, in order, whether they stay gathered behind it.
+    """
 
-    @cached_property
-    def _sharded(self) -> dict[int | None, list[Any]]:
-        """The modules whose weights are gathered together: of each stage, and outside of blocks (None)."""
-        inside = {stage: [part for block in held for part in block.modules()] for stage, held in self._blocks.items()}
-        in_blocks = {part for parts in inside.values() for part in parts}
-        outside = [part for part in self.model.modules() if part not in in_blocks]
-        return {stage: list(filter(is_fully_sharded, parts)) for stage, parts in [*inside.items(), (None, outside)]}
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        call: Call,
+        ends: Callable[[Batch, Any], Tensor],
+        window: _Window,
+        stays: Iterator[bool],
+    ) -> None:
+        self.runner, self.stages, self.weights = runner, runner.stages, runner.weights
+        self.call, self.ends, self.window, self.stays = call, ends, window, stays
+        self.left = len(runner.stages.own)  # stages whose last backward pass is to come
 
-    def _sum_everywhere(self) -> None:
-        """Sum, over stages, the gradients of parameters that all of them hold."""
-        shared = [p for _, p in sorted(everywhere(self.model), key=lambda pair: pair[0]) if p.requires_grad]
-        for parameter in shared:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        sum_together([local(p.grad) for p in shared if p.grad is not None], self.group)
+    def like(self, stage: int, number: int) -> list[Tensor]:
+        with self._reading():
+            return self.stages.shapes(stage, lambda: self.call(self.window.look(number)))
+
+    def forward(self, stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
+        self.weights.stay_whole(stage, next(self.stays))
+        with self._reading():
+            batch = self.window.take(number)
+        with self.around("forward", stage, number):
+            out = self.stages.run_stage(stage, came, lambda: self.call(batch))
+            return out if stage < self.stages.count - 1 else self.ends(batch, out)
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        self.weights.stay_whole(stage, next(self.stays))
+        self.weights.come_next(stage)
+        self.left -= last
+        if last and self.runner.gradients is None:
+            self.weights.synchronize(stage, True)
+            if not self.left:
+                self.weights.synchronize(None, True)
+
+    def after_weights(self, stage: int, last: bool) -> None:
+        if last and self.runner.turns is not None:
+            self.runner.fill()
+        self.weights.keep()
+        if last:
+            self.weights.sum_over_shards(stage)
+
+    def together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        turns = self.runner.turns
+        assert turns is not None
+        turns.both(forward, backward)
+
+    def around(self, kind: Kind, stage: int, number: int) -> AbstractContextManager[object]:
+        passes = self.runner.passes
+        return nullcontext() if passes is None else passes.timing(kind, stage, number)
+
+    def sent(self, what: str, to: int, tensors: Sequence[Tensor]) -> None:
+        self.stages.count_sent(what, to, tensors)
+
+    def _reading(self) -> AbstractContextManager[object]:
+        passes = self.runner.passes
+        return nullcontext() if passes is None else passes.own()
 
 
 class _Window:
@@ -210,20 +215,51 @@ class _Window:
 
 
 class PipelineRows(BaseCallback):
-    """Tells of the last step's pipeline: its micro-batches, and the share of the step for which the busiest process stands still.
+    """Tells of the last step's pipeline, and writes when its passes began and ended into a file: of the stages of rank 0.
 
-    The share is reckoned: of equal stages, whose passes for the gradients of input and weights take as long as the forward ones.
+    `due`: whether a row is to come after a step, whose number, from 1, is given: passes are timed in such steps alone.
     """
 
-    def __init__(self, runner: PipelineRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: PipelineRunner, device: Device, due: Callable[[int], bool], file: Path | None) -> None:
+        self.runner, self.due, self.file = runner, due, file
+        self._mark = Marks(device)
+
+    def before_step(self, step: int) -> None:
+        self.runner.mark, self.runner.passes = self._mark if self.due(step + 1) else None, None
 
     def row(self) -> dict[str, Any]:
-        runner = self.runner
+        """The micro-batches of the step, the share of it for which the busiest process stands still, and the waits of each process.
+
+        `reckoned_bubble`: that share of equal stages, whose passes for the gradients of input and weights take as long as the forward
+        ones. `exposed`: the share that exchanges between stages add. `short_steps`: those since the last row that had fewer micro-batches
+        than fill the schedule. A collective call.
+        """
+        runner, pipeline = self.runner, self.runner.stages.pipeline
         if not runner.batches:
             return {}
-        step = reckoned(runner.stages.pipeline, runner.batches)
-        return {"pipeline": {"micro_batches": runner.batches, "bubble": round(step.idle, 4)}}
+        ranks = None if runner.passes is None else comm.all_gather_objects(runner.passes.read(), runner.group)
+        if self.file is None:
+            return {}
+        short, runner.short_steps = runner.short_steps, 0
+        fields: dict[str, Any] = {
+            "micro_batches": runner.batches,
+            **({"short_steps": short} if short else {}),
+            "reckoned_bubble": round(reckoned(pipeline, runner.batches).idle, 4),
+        }
+        if ranks is not None:
+            own = [([Pass(*each) for each in passes], length) for passes, length in ranks]
+            found = measured_step(own, pipeline, runner.batches)
+            step = found.step
+            waits = {kind: [round(value, 6) for value in of_ranks] for kind, of_ranks in found.waits.items()}
+            fields |= {
+                "bubble": round(step.idle, 4),
+                "exposed": round(found.exposed / step.step, 4),
+                "seconds": round(step.step, 6),
+                "compute": [round(value, 6) for value in step.busy],
+                "waits": waits,
+            }
+            write_whole(self.file, found.to_json().encode())
+        return {"pipeline": fields}
 
 
 def runner_of(model: nn.Module, strategy: Strategy, device: torch.device) -> Runner:

@@ -101,7 +101,7 @@ def parallelize(
     boundaries = None
     stages = stages_of(model)
     if stages is not None:
-        stages.ledger = layout.ledger
+        stages.axis = layout.stages
     if mesh is not None and mesh.staged and stages is None:
         raise UserError(
             f"parallel.pp: {type(model).__name__} is whole, so the processes of its {mesh.size(AxisName.PP)} stages would all compute the "

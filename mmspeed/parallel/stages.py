@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmspeed.comm import Ledger, broadcast_object
+from mmspeed.comm import Axis, broadcast_object, nbytes
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
 from mmspeed.plan.schedules import Pipeline, check_stages, stage_bounds
@@ -98,7 +98,7 @@ class Stages:
         self.own = tuple(pipeline.own(dist.get_rank(group) if rank is None else rank))
         self.everywhere: tuple[str, ...] = ()
         self.tokens: BetweenStages | None = None  # of a model whose tokens several processes share
-        self.ledger = Ledger()  # of the exchanges within stages
+        self.axis = Axis.alone("pp")  # of these processes; its ledger counts all exchanges
         self.gathers_again = False  # each pass gathers the shards of weights, block by block
         self.passing: Passing | None = None
 
@@ -109,6 +109,11 @@ class Stages:
     def count(self) -> int:
         """All stages of the model."""
         return len(self.bounds)
+
+    def count_sent(self, what: str, to: int, tensors: Sequence[Tensor]) -> None:
+        """Count a message to a stage in the ledger."""
+        size, place = sum(map(nbytes, tensors)), self.pipeline.rank_of(to)
+        self.axis.count(what, [size if other == place else 0 for other in range(self.axis.size)])
 
     @contextmanager
     def call(self, passing: Passing) -> Iterator[None]:
@@ -153,6 +158,7 @@ class Stages:
                     dist.recv(tensor, group=self.group, group_src=rank_of(stage - 1))
             result = tensors = self.run_stage(stage, tensors, call)
             if stage + 1 < self.count and stage + 1 not in self.own:
+                self.count_sent("activations", stage + 1, tensors)
                 for tensor in tensors:
                     dist.send(tensor, group=self.group, group_dst=rank_of(stage + 1))
         last, parts = rank_of(self.count - 1), list[Tensor]()

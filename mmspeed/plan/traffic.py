@@ -12,6 +12,8 @@ The numbers are those that the ledger of `mmspeed.comm` counts when the same lay
     the prediction                    after the last block                           all_gather and reduce_scatter, sequence and tp
     gradients of shared parameters    once a step                                    all_reduce, tp
     tokens to experts and back        layers of experts (`expert_traffic`)           counts, dispatch and combine, ep
+    what travels between stages       once a micro-batch (`stage_traffic`)           activations and gradients, pp
+    gradients that all stages have    once a step (`gradient_traffic`)               all_reduce, pp
 
 The gradients of an exchange are sent in reverse, so send and receive sizes swap. A recomputed block keeps the results of its exchanges;
 with `memory.exchange_again`, or where it is compiled, it makes its forward exchanges a second time. Gradients that data parallelism
@@ -34,6 +36,8 @@ from typing import Literal
 from mmspeed.comm.packing import even_sizes
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.log import format_bytes
+
+from .schedules import Pipeline
 
 AttentionType = Literal["spatial", "temporal", "full"]
 Sent = Counter[tuple[str, str]]  # bytes by (kind, axis)
@@ -322,9 +326,28 @@ def expert_lines(parallel: ParallelConfig, routing: EvenRouting, width: int, ele
     ]
 
 
-def gradient_traffic(shared_gradients: int, tp: int) -> Sent:
-    """The sum over `tp` of gradients that all its ranks hold, once a step, for any number of micro-batches."""
-    return sent_bytes(("all_reduce", "tp", 2 * shared_gradients * (tp - 1) // tp))
+def gradient_traffic(shared_gradients: int, ranks: int, axis: str = "tp") -> Sent:
+    """The sum over an axis of gradients that all its ranks hold, once a step, for any number of micro-batches."""
+    return sent_bytes(("all_reduce", axis, 2 * shared_gradients * (ranks - 1) // ranks))
+
+
+def carried_bytes(tokens: int, width: int, element_size: int = 2, sums: int = 0) -> int:
+    """Bytes of what travels between two stages for a micro-batch: the tokens that a rank holds, with those of captions in blocks of two
+    streams, and `sums` numbers of float32 that are summed over blocks, such as a pack's auxiliary loss."""
+    return tokens * width * element_size + 4 * sums
+
+
+def stage_traffic(pipeline: Pipeline, rank: int, carried: Sequence[int]) -> Traffic:
+    """What a rank sends to other stages in a step: `carried` bytes for each micro-batch from one stage to the next, and as many back."""
+    forward, back = (
+        sum(
+            0 <= to < pipeline.stages and pipeline.rank_of(to) != rank
+            for to in (stage + way for stage in pipeline.own(rank))
+        )
+        for way in (1, -1)
+    )
+    total = sum(carried)
+    return Traffic(sent_bytes(("activations", "pp", forward * total)), sent_bytes(("gradients", "pp", back * total)))
 
 
 def block_traffic(

@@ -9,6 +9,7 @@ from torch import nn
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.parallel import TokenLayout
+from mmspeed.parallel.stages import everywhere
 from mmspeed.protocols import ModelPlan, plan_of
 
 # axes of the processes that split a sample's tokens
@@ -21,6 +22,8 @@ def wrong_exchanges(
     """Lines on exchanges, as "kind axis", that a step's did not make or should not. splits: it has samples whose tokens are split."""
     plan = plan_of(model)
     wanted = [] if plan is None else expected(plan, parallel, layout, splits, bool(clustered_layers(model)))
+    if any(parameter.requires_grad for _, parameter in everywhere(model)):
+        wanted.append("all_reduce pp")
     problems = [f"no {what} was sent, so the layout did not take part" for what in wanted if what not in sent]
     silent = () if splits else OF_A_SEQUENCE
     return problems + [
@@ -38,6 +41,7 @@ def expected(
     exchanges = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
     over = ["ep"] if layout.nodes is None else [axis.name for axis in layout.nodes if axis.size > 1]
     exchanges += [f"{what} {axis}" for what in ("counts", "dispatch", "combine") for axis in over if parallel.ep > 1]
+    exchanges += [f"{what} pp" for what in ("activations", "gradients") if parallel.pp > 1]
     exchanges += [f"{what} etp" for what in ("all_gather", "reduce_scatter") if parallel.etp > 1]
     if not splits or parallel.sequence == 1:
         return exchanges

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from mmspeed.config import Config, RunConfig, dump_config
+from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds, read_metrics
 from mmspeed.models.sections import words_of
 from mmspeed.pages import data_uri, figure_uri, render
 from mmspeed.pipelines.report.advice import advised, first_checkpoint
 from mmspeed.pipelines.report.memory_page import read_report, report_figure
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
+from mmspeed.plan.measured_pipeline import spans_of
+from mmspeed.plan.pipeline_picture import pipeline_svg
 from mmspeed.redaction import redacted
 
 if TYPE_CHECKING:
@@ -63,6 +66,8 @@ def write_report(run: str | Path) -> Path:
         "memory": [] if memory is None else [report_figure(memory)],
         "attention": _attention_figures(steps),
     }
+    plots = {name: [figure_uri(one) for one in several] for name, several in figures.items()}
+    staged = next((row for row in reversed(steps) if "bubble" in row.get("pipeline", ())), None)
     page = render(
         "run.html",
         title=f"{config.name} - mmspeed",
@@ -73,7 +78,9 @@ def write_report(run: str | Path) -> Path:
         validation=_validation_numbers(validations),
         validated=validations[-1]["step"] if validations else 0,
         rise=_rise(validations, saved),
-        plots={name: [figure_uri(one) for one in several] for name, several in figures.items()},
+        plots=plots | {"pipeline": [] if staged is None else pipeline_pictures(folder)},
+        pipeline_step=staged,
+        pipeline=[] if staged is None else _pipeline_rows(staged["pipeline"]),
         parts=[one.axes[0].get_title() for one in figures["parts"]],
         slow=[
             (row["step"], one["rank"], one["host"], f"{one['factor']:.2f} x")
@@ -343,6 +350,23 @@ def _last_loads(steps: Sequence[Row]) -> list[tuple[str, ...]]:
         (f"hottest {name}, step {step}", *(f"{value:.2f}" for value in _over_layers(load)), load["worst"])
         for name, step, load in lasts
     ]
+
+
+def pipeline_pictures(folder: RunFolder) -> list[str]:
+    """The picture of the last logged step of a pipeline, as a data URI; none where none was measured. Raises UserError for a damaged file."""
+    if not folder.pipeline.exists():
+        return []
+    try:
+        spans = spans_of(folder.pipeline.read_text(encoding="utf-8"))
+        return [data_uri(pipeline_svg(spans).encode(), "image/svg+xml")]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{folder.pipeline} cannot be read ({error}); remove it, or train on to write it") from None
+
+
+def _pipeline_rows(found: Row) -> list[tuple[str, ...]]:
+    """Lines of a table: what each process of a pipeline did in a step, in seconds."""
+    columns = (found["compute"], *found["waits"].values())
+    return [(f"rank {rank}", *(f"{of[rank]:.4g}" for of in columns)) for rank in range(len(found["compute"]))]
 
 
 def _attention_figures(steps: Sequence[Row]) -> list[Figure]:

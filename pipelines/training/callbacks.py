@@ -12,6 +12,7 @@ from mmspeed.loop.means import StepMeans
 from mmspeed.loop.pipeline import PipelineRows, PipelineRunner
 from mmspeed.loop.signals import Request, StopSignals
 from mmspeed.loop.step import StepResult
+from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
 from mmspeed.pipelines.training.events import Events
 from mmspeed.pipelines.training.oom_advice import OomAdvisor
@@ -31,11 +32,12 @@ class RunCallbacks:
         requests: StopSignals,
     ) -> None:
         parts, device, train, layout = run.parts, run.place.device, config.train, run.placement.layout
-        self.run, self.telemetry, self.requests = run, telemetry, requests
+        folder = RunFolder(run.place.folder)
+        self.run, self.telemetry, self.requests, self.train = run, telemetry, requests, train
         self.memory = OomAdvisor(config, device, run.place.folder, parts.model, parts.optimizer, parts.ema)
         self.bar = ProgressLine("train", train.steps, "step", start=run.step)
         self.means = StepMeans(comm.all_reduce_sum, train.log_every, several=len(parts.learners) > 1)
-        self.times = run.watch.times(parts.models, run.data, device, layout.ledger)
+        self.times = run.watch.times(parts.models, run.data, device, layout.ledger, run.place.dealt)
         self.request: Request = "none"  # to save or to stop, as of the last step
         sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum, role)]
         self.all: list[BaseCallback] = [
@@ -48,11 +50,19 @@ class RunCallbacks:
             self.means,
             StepCounts(parts.models, layout.experts.size, run.placement.mesh.staged),
             *run.balances,
-            *(PipelineRows(each.runner) for each in parts.learners if isinstance(each.runner, PipelineRunner)),
-            *([SentBytes(layout.ledger)] if layout.size > 1 or layout.experts.size > 1 else []),
+            *(
+                PipelineRows(each.runner, device, self.due, folder.pipeline if run.place.rank == 0 else None)
+                for each in parts.learners
+                if isinstance(each.runner, PipelineRunner)
+            ),
+            *([SentBytes(layout.ledger)] if max(layout.size, layout.experts.size, layout.stages.size) > 1 else []),
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
             events,
         ]
+
+    def due(self, step: int) -> bool:
+        """True for a step, from 1, that a row comes after, whatever asks to stop."""
+        return step % self.train.log_every == 0 or step == self.train.steps
 
     def before_step(self, step: int) -> None:
         """Call the callbacks before step number `step`, from 0."""

@@ -127,7 +127,7 @@ class TrainPipeline:
 
     def _train(self, run: Run, telemetry: Telemetry, requests: StopSignals) -> tuple[bool, float | None]:
         """Train from `run.step` to the end. Returns (stopped early, last loss)."""
-        steps, every = self.config.train.steps, self.config.train.log_every
+        steps = self.config.train.steps
         validator = Validator(self.config, run, telemetry, self.events)
         loss, stopped, owed = None, False, False
         with ExitStack() as stack:
@@ -151,7 +151,7 @@ class TrainPipeline:
                 # 3. progress and metrics; the sums of a row end with the process
                 callbacks.advance()
                 last, wish = run.step == steps, callbacks.request
-                if last or wish == "stop" or run.step % every == 0:
+                if callbacks.due(run.step) or wish == "stop":
                     callbacks.write_row()
                 # 4. checkpoint, perhaps requested by a signal, then validation, whose errors so cost no step
                 owed = self._save(run, callbacks, validator, owed)

@@ -39,8 +39,7 @@ from mmspeed.parallel.experts import spread_modules
 from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.run.assembly import gathers_again, is_cast
 from mmspeed.pipelines.tasks import Task, make_task
-from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures, weights_of
-from mmspeed.pipelines.tuning.memory_search import budget_bytes
+from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, budget_bytes, key_of, step_figures, weights_of
 from mmspeed.pipelines.tuning.memory_stages import RankEnds, rank_ends, rank_figures
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
 from mmspeed.plan.schedules import Pipeline

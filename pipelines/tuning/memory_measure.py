@@ -6,6 +6,7 @@ no plain step fits can be measured.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from mmspeed import comm
 from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.config.memory import MemoryConfig, parse_bytes
+from mmspeed.device import Device
 from mmspeed.memory import ActivationPolicies, set_policies
 from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.knapsack import Option
@@ -445,3 +448,18 @@ def key_of(block: nn.Module) -> tuple[object, ...]:
     attention = tuple(sorted({type(layer).__name__ for layer in clustered_layers(block).values()}))
     numbers = sum(parameter.numel() for parameter in block.parameters())
     return type(block).__name__, parts_of(block).attends, attention, numbers
+
+
+def budget_bytes(memory: MemoryConfig, device: Device) -> int:
+    """Bytes of one device that training may take, the least over processes. A collective call.
+
+    A fraction is one of the device's memory, on a CPU of the free memory, which the processes of a host share.
+    """
+    if memory.budget is not None:
+        nbytes = parse_bytes(memory.budget)
+    else:
+        assert memory.fraction is not None
+        on_cpu = device.kind == "cpu"
+        whole = device.free_memory_bytes() if on_cpu else device.total_memory_bytes()
+        nbytes = int(memory.fraction * whole / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_cpu else 1))
+    return -int(comm.all_reduce_max([-float(nbytes)])[0])

@@ -33,7 +33,8 @@ from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, word
 from mmspeed.pipelines.run.measured import UNMEASURED, setting_of
 from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tasks import Task
-from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
+from mmspeed.pipelines.tuning.memory_estimate import plan_memory
+from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, budget_bytes, key_of, step_figures
 from mmspeed.pipelines.tuning.memory_stages import own_blocks, stage_of
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, learning_model
 from mmspeed.protocols import MicroBatchSize, RunPlace, blocks_of, shape_words, single_blocks
@@ -70,21 +71,6 @@ class MemoryChoice:
 
 
 # -- budget and setting -----------------------------------------------------------------------------------------------
-
-
-def budget_bytes(memory: MemoryConfig, device: Device) -> int:
-    """Bytes of one device that training may take, the least over processes. A collective call.
-
-    A fraction is one of the device's memory, on a CPU of the free memory, which the processes of a host share.
-    """
-    if memory.budget is not None:
-        nbytes = parse_bytes(memory.budget)
-    else:
-        assert memory.fraction is not None
-        on_cpu = device.kind == "cpu"
-        whole = device.free_memory_bytes() if on_cpu else device.total_memory_bytes()
-        nbytes = int(memory.fraction * whole / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_cpu else 1))
-    return -int(comm.all_reduce_max([-float(nbytes)])[0])
 
 
 def host_room(config: RunConfig, figures: StepFigures, device: Device) -> int | None:
@@ -396,8 +382,6 @@ def choose_policies(
 
 def _figures_of_rank(config: RunConfig, task: Task, device: Device, step: MicroBatchSize) -> StepFigures:
     """The figures of this process's stages, from shapes."""
-    from mmspeed.pipelines.tuning.memory_estimate import plan_memory  # it needs this module
-
     world = dist.get_world_size()
     plan = plan_memory(config, task=task, step=step, world=world, with_swap=device.kind != "cpu")
     return plan.ranks[stage_of(config)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -172,7 +172,7 @@ def rank_figures(
     config: RunConfig,
     rank: int,
     pipeline: Pipeline,
-    bounds: list[range],
+    bounds: Sequence[range],
     ends: RankEnds,
     batches: int,
 ) -> StepFigures:

@@ -19,7 +19,7 @@ FEW: list[Combination] = [
     {"world": "2", "layout": "stages", "kind": kind, "schedule": schedule, "count": count, "shapes": "of micro-batches", "memory": memory}
     for kind, schedule, count, memory in (
         ("sora", "interleaved, one more", "P", "recomputed"), ("dense", "1f1b", "3P + 1", "kept"), ("latent", "interleaved", "2P", "offloaded"),
-        ("hunyuan", "1f1b, one more", "2P", "kept"),
+        ("hunyuan", "1f1b, one more", "2P", "kept"), ("experts", "dualpipe_v", "3P + 1", "kept"), ("sora full", "zb_h1", "2P", "kept"),
     )
 ]  # fmt: skip
 

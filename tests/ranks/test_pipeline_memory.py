@@ -69,20 +69,14 @@ def test_a_plan_tells_the_memory_of_each_rank(tmp_path: Path, world: int) -> Non
             assert measured[1] == pytest.approx(measured[0], rel=0.01), (rank, names)
 
 
-OWN = (
-    "model.num_hidden_layers=4",
-    "sequence_length=1023",
-    "train.micro_batch_size=1",
-    "train.batch_size=8",
-    "train.steps=3",
-)
+OWN = ("model.num_hidden_layers=4", "sequence_length=255", "train.micro_batch_size=1", "train.steps=3")
 
 
 def test_stages_keep_to_a_budget_and_learn_the_same(home: Path) -> None:
     staged = (*OWN, "parallel.pp=2")
     ranks = plan_memory(config(home, *staged), task=opened(config(home, *staged)), world=2, with_swap=False).ranks
-    budget = (max(each.least() for each in ranks) + ranks[0].plain_peak()) // 2
-    assert budget < ranks[0].plain_peak()
+    least, plain = max(each.least() for each in ranks), ranks[0].plain_peak()
+    budget = least + (plain - least) // 4
     run_ranks(train, 1, str(home), [("budget-whole", OWN)])
     run_ranks(train, 2, str(home), [("budget", (*staged, f"memory.budget={budget}"))])
     found = json.loads((config(home, "name=budget").run_dir / MEMORY_NAME).read_text())

@@ -9,6 +9,8 @@ import multiprocessing
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,7 +32,7 @@ from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
 from mmspeed.mixin import mix_in
 from mmspeed.parallel import take_float32_gradients
-from mmspeed.plan.schedules import Pipeline
+from mmspeed.plan.schedules import Pipeline, ScheduleName
 from tests.support.graphs import CountingBackend
 from tests.support.spawn import run_ranks
 
@@ -488,30 +490,72 @@ def test_memory_tracker_class() -> None:
     assert events == ["before Linear False 2", "after Linear", "back Linear True"]
 
 
-def staged(rank_count: int) -> float:
-    """The gradient of the first of two stages, of micro-batches of two lengths, beside that of both on one process."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+class TwoStages:
+    """The calls of a step of two stages that multiply, of micro-batches of several lengths."""
+
+    xs = (torch.arange(1.0, 3.0), torch.arange(1.0, 5.0), torch.ones(1))
+
+    def __init__(self) -> None:
+        self.weights = [torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)]
+        self.told: list[Any] = []
+
+    def like(self, stage: int, number: int) -> list[Tensor]:
+        return [self.xs[number]]
+
+    def forward(self, stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
+        return (self.xs[number] * self.weights[0],) if stage == 0 else (came[0] * self.weights[1]).square().sum()
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        self.told += [stage] * last
+
+    def after_weights(self, stage: int, last: bool) -> None:
+        self.told.append(("weights", stage, last))
+
+    def together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        self.told.append("pair")
+        forward()
+        backward()
+
+    def around(self, kind: Any, stage: int, number: int) -> Any:
+        return nullcontext()
+
+    def sent(self, what: str, to: int, tensors: Sequence[Tensor]) -> None:
+        self.told.append((what, to, [tensor.numel() for tensor in tensors]))
+
+
+def staged(schedule: ScheduleName) -> tuple[float, list[Any]]:
+    """The gradient of this process's stage, and what a step told."""
+    rank, group, pipeline = dist.get_rank(), dist.group.WORLD, Pipeline(2, 1, 0, schedule)
     assert group is not None
-    weights = [torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)]
-    xs = [torch.arange(1.0, 3.0), torch.arange(1.0, 5.0), torch.ones(1)]
-    told: list[int] = []
-
-    def forward(stage: int, number: int, came: tuple[Tensor, ...]) -> Any:
-        return ((xs[number] * weights[0]),) if stage == 0 else (came[0] * weights[1]).square().sum()
-
-    actions = internals.PipelineActions(Pipeline(2).table(3), [rank], rank_count, 3, 1, torch.device("cpu"), group)
+    calls, take = TwoStages(), (lambda: lambda: None) if pipeline.splits else None
+    actions = internals.PipelineActions(pipeline.table(3), [rank], 2, 3, 1, torch.device("cpu"), group, take)
     for _ in range(2):
-        actions.run(forward, lambda stage, number: [xs[number]], lambda stage, last: told.extend([stage] * last))
-    assert told == [rank, rank] and internals.pipeline_stage() is internals.pipeline_stage()
-    grad = weights[rank].grad
+        calls.told.clear()
+        actions.run(calls)
+    assert internals.pipeline_stage() is internals.pipeline_stage()
+    grad = calls.weights[rank].grad
     assert grad is not None
-    return float(grad)
+    return float(grad), calls.told
 
 
-def test_pipeline_actions_take_micro_batches_of_any_shapes() -> None:
-    first, second = run_ranks(staged, 2, 2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_pipeline_actions_take_micro_batches_of_any_shapes(schedule: ScheduleName) -> None:
+    (first, ahead), (second, behind) = run_ranks(staged, 2, schedule)
     squares = 5 + 30 + 1  # of all inputs
     assert first == pytest.approx(2 * 2 * 2 * 9 * squares) and second == pytest.approx(2 * 2 * 3 * 4 * squares)
+    sizes = [[2], [4], [1]]
+    assert [each for each in ahead if isinstance(each, tuple) and each[0] == "activations"] == [
+        ("activations", 1, size) for size in sizes
+    ]
+    assert [each for each in behind if isinstance(each, tuple) and each[0] == "gradients"] == [
+        ("gradients", 0, size) for size in sizes
+    ]
+    if schedule == "zb_h1":
+        assert [each for each in ahead if isinstance(each, tuple) and each[0] == "weights"] == [
+            ("weights", 0, last) for last in (False, False, True)
+        ]
+    else:
+        assert ahead.count(0) == behind.count(1) == 1
 
 
 def test_asked_before_restarts() -> None:

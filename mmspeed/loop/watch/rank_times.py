@@ -26,6 +26,7 @@ from mmspeed.errors import first_names
 from mmspeed.log import get_logger
 from mmspeed.loop.callbacks import BaseCallback, StepOutcome
 
+from .marks import Marks
 from .waits import PLACES, Waits
 
 log = get_logger("train")
@@ -64,34 +65,30 @@ class EventClock:
     """Seconds of all forwards of some models on an accelerator, by events of the device. `read` once the device is done with them."""
 
     def __init__(self, models: Sequence[nn.Module], device: Device) -> None:
-        self.device = device.torch_device
-        self._open: list[torch.Event] = []
-        self._pairs: list[tuple[torch.Event, torch.Event]] = []
+        self._mark = Marks(device)
+        self._open: list[Any] = []
+        self._pairs: list[tuple[Any, Any]] = []
         self._hooks = [
             hook
             for model in models
-            for hook in (model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end))
+            for hook in (
+                model.register_forward_pre_hook(self._begin),
+                model.register_forward_hook(self._end, prepend=True),  # before that by which a stage ends its call
+            )
         ]
 
-    def _event(self) -> torch.Event:
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
-
     def _begin(self, *_: Any) -> None:
-        self._open.append(self._event())
+        self._open.append(self._mark())
 
     def _end(self, *_: Any) -> None:
         begun = self._open.pop()
         if not self._open:  # a model inside of another counts with it
-            self._pairs.append((begun, self._event()))
+            self._pairs.append((begun, self._mark()))
 
     def read(self) -> float:
         """Seconds since the last call."""
         pairs, self._pairs = self._pairs, []
-        for _, end in pairs[-1:]:
-            end.synchronize()
-        return sum(begun.elapsed_time(end) for begun, end in pairs) / 1e3
+        return sum(self._mark.seconds(*pair) for pair in reversed(pairs))
 
     def close(self) -> None:
         """Take the hooks off the models."""
@@ -108,10 +105,10 @@ class SlowRank:
 
 
 class SlownessRule:
-    """Names slow ranks, once for each stretch of `steps` steps or more."""
+    """Names slow ranks, once for each stretch of `steps` steps or more. alike: as many in a row do the same work; None: all do."""
 
-    def __init__(self, factor: float, steps: int) -> None:
-        self.factor, self.steps = factor, steps
+    def __init__(self, factor: float, steps: int, alike: int | None = None) -> None:
+        self.factor, self.steps, self.alike = factor, steps, alike
         self._count = 0
         self._sums: list[float] = []
 
@@ -124,9 +121,14 @@ class SlownessRule:
         self._count += steps
         if self._count < self.steps:
             return []
-        slow = slow_ranks(self._sums, self.factor)
+        sums, alike = self._sums, self.alike or len(self._sums)
         self._count, self._sums = 0, []
-        return slow
+        slow = [
+            SlowRank(first + one.rank, one.factor)
+            for first in range(0, len(sums), alike)
+            for one in slow_ranks(sums[first : first + alike], self.factor)
+        ]
+        return sorted(slow, key=lambda one: -one.factor)
 
 
 def slow_ranks(seconds: Sequence[float], factor: float) -> list[SlowRank]:
@@ -149,7 +151,8 @@ def slow_ranks(seconds: Sequence[float], factor: float) -> list[SlowRank]:
 class RankTimes(BaseCallback):
     """Callback and context that measures this rank's steps and, with each row, gathers those of all ranks and names the slow ones.
 
-    `waited`: seconds that this rank has waited for data since its start. `ledger`: that of exchanges, whose waits are timed.
+    `waited`: seconds that this rank has waited for data since its start. `ledger`: that of exchanges, whose waits are timed. `alike`: as
+    many ranks in a row do the same work, as those of a pipeline's stage, and are compared; None: all do.
     """
 
     def __init__(
@@ -159,9 +162,10 @@ class RankTimes(BaseCallback):
         device: Device,
         config: WatchdogConfig,
         ledger: Ledger,
+        alike: int | None = None,
     ) -> None:
         self.waited, self.enabled = waited, config.enabled
-        self.rule = SlownessRule(config.slow_factor, config.slow_steps)
+        self.rule = SlownessRule(config.slow_factor, config.slow_steps, alike)
         self._processor = ProcessorClock()
         shown = self.enabled and not comm.alone()
         self._events = EventClock(models, device) if shown and device.times_by_events else None

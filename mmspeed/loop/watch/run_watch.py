@@ -151,9 +151,11 @@ class RunWatch(Watchdog):
 
         comm.first_does(look, self.rank)
 
-    def times(self, models: Mapping[str, nn.Module], data: Data, device: Device, ledger: comm.Ledger) -> RankTimes:
-        """The times of all ranks, as a callback."""
-        return RankTimes(list(models.values()), lambda: data.waited_seconds, device, self.config, ledger)
+    def times(
+        self, models: Mapping[str, nn.Module], data: Data, device: Device, ledger: comm.Ledger, alike: int
+    ) -> RankTimes:
+        """The times of all ranks, as a callback. `alike`: as many in a row do the same work."""
+        return RankTimes(list(models.values()), lambda: data.waited_seconds, device, self.config, ledger, alike)
 
     def waiting(self, step: int, epoch: int) -> None:
         """Begin step number `step`, from 1, with the wait for its data."""

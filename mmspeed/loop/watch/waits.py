@@ -18,6 +18,8 @@ from mmspeed.device import Device
 from mmspeed.parallel import tensors_of
 from mmspeed.torch_internals import at_end_of_backward
 
+from .marks import Marks
+
 END = "end"
 PLACES = (*WAITED_AT, END)
 
@@ -28,8 +30,7 @@ class Waits:
     def __init__(
         self, models: Sequence[nn.Module], ledger: Ledger, device: Device, asleep: Callable[[], float]
     ) -> None:
-        self.ledger, self.device, self.by_events = ledger, device.torch_device, device.times_by_events
-        self._mark: Callable[[], Any] = self._event if self.by_events else asleep
+        self.ledger, self._mark = ledger, Marks(device, asleep)
         self._spans: list[tuple[str, Any, Any]] = []  # (place, mark, later mark)
         self._seconds = dict.fromkeys(PLACES, 0.0)
         self._expected, self._summed = False, None
@@ -50,23 +51,15 @@ class Waits:
     def finish(self) -> None:
         """Add up a step that is over."""
         self.ledger.waiting = None
-        if self.by_events:
-            for _, _, later in self._spans[-1:]:
-                later.synchronize()
-        elif self._summed is not None:  # what ranks agree on after it
+        if self._summed is not None and not self._mark.by_events:  # what ranks agree on after it
             self._spans.append((END, self._summed, self._mark()))
-        for place, mark, later in self._spans:
-            self._seconds[place] += mark.elapsed_time(later) / 1e3 if self.by_events else max(0.0, later - mark)
+        for place, mark, later in reversed(self._spans):  # the last one first, which all others come before
+            self._seconds[place] += max(0.0, self._mark.seconds(mark, later))
 
     def read(self) -> dict[str, float]:
         """Seconds at each of `PLACES` since the last call."""
         seconds, self._seconds = self._seconds, dict.fromkeys(PLACES, 0.0)
         return seconds
-
-    def _event(self) -> torch.Event:
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:

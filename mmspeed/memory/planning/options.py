@@ -308,7 +308,7 @@ class StepFigures:
 
         def bytes_at(flight: Flight) -> int:
             at = slice(flight.at.start, flight.at.stop)
-            others = sum(map(mul, flight.blocks, kept)) - sum(kept[at])  # beside the micro-batch that computes
+            others: int = sum(map(mul, flight.blocks, kept)) - sum(kept[at])  # beside the micro-batch that computes
             left, peaks = gradients[at], list[int]()
             if flight.sums and self.sums:  # those of the block behind are still being sent
                 left = list(map(add, left, (*self.gradients[at][1:], 0)))

@@ -374,6 +374,7 @@ def make_layout(
         experts=of_experts(AxisName.EP),
         etp=of_experts(AxisName.ETP),
         ep_backend=parallel.ep_backend,
+        stages=Axis.of(mesh.dense, AxisName.PP.value, ledger, parallel.exchange, nodes),
         nodes=None
         if mesh.nodes is None
         else (

@@ -75,6 +75,7 @@ class TokenLayout:
         text_from: captions of at least so many tokens are split too, in models where they may stay whole; None: none is.
         experts: processes that hold different experts. nodes: the same as (nodes, those of a node), where a token crosses to a node once.
         etp: processes that hold parts of the same experts. ep_backend: what sends tokens to experts.
+        stages: processes with the stages of a pipeline.
     """
 
     axes: SequenceAxes = field(default_factory=SequenceAxes.alone)
@@ -88,6 +89,7 @@ class TokenLayout:
     nodes: tuple[Axis, Axis] | None = None
     etp: Axis = field(default_factory=lambda: Axis.alone("etp"))
     ep_backend: Literal["collective", "deepep"] = "collective"
+    stages: Axis = field(default_factory=lambda: Axis.alone("pp"))
 
     @property
     def spreads_experts(self) -> bool:

@@ -26,11 +26,10 @@ from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks import Task, as_task
 from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, _cast_of, plan_memory, shape_figures, spread
-from mmspeed.pipelines.tuning.memory_measure import BlockCall, BlockProfiler, capture
+from mmspeed.pipelines.tuning.memory_measure import BlockCall, BlockProfiler, budget_bytes, capture
 from mmspeed.pipelines.tuning.memory_search import (
     MEMORY_NAME,
     MeasuredModel,
-    budget_bytes,
     fastest_within,
     full_setting,
     host_room,

@@ -167,6 +167,7 @@ def test_what_is_wrong_is_named(config: Config, here: WorkerReport, words: str) 
         ("dsp=2,ulysses=2", {"all_gather sequence", "all_to_all dsp", "all_to_all ulysses"}),
         ("ring=4,ring_window=2", {"all_gather sequence", "ring ring", "ring ring_outer"}),
         ("tp=2", {"all_gather tp", "reduce_scatter tp", "all_reduce tp"}),
+        ("pp=2,dp_shard=1", {"activations pp", "gradients pp"}),
         ("dp_shard=2", set()),
     ],
 )
@@ -174,7 +175,7 @@ def test_what_a_video_step_must_send(config: Config, layout: str, wanted: set[st
     parallel, model = with_layout(config, layout).parallel, build_model(config.model, 4, 16, "meta")
     assert set(expected(model.plan, parallel, TokenLayout(), True)) == wanted
     assert set(expected(model.plan, parallel, TokenLayout(), False)) == {
-        what for what in wanted if what.endswith(" tp")
+        what for what in wanted if what.endswith((" tp", " pp"))
     }
     sparse = {"rows ring" if what == "ring ring" else what for what in wanted if what != "ring ring_outer"}
     assert set(expected(model.plan, parallel, TokenLayout(), True, sparse=True)) == sparse

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.parallel.sequence.ring_schedule import backward_steps, forward_steps
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.plan.traffic import (
     AttentionWorkload,
     EvenRouting,
@@ -24,6 +25,7 @@ from mmspeed.plan.traffic import (
     RankCoordinates,
     Traffic,
     block_traffic,
+    carried_bytes,
     ends_traffic,
     expert_lines,
     expert_traffic,
@@ -31,6 +33,7 @@ from mmspeed.plan.traffic import (
     node_traffic,
     places,
     ring_blocks,
+    stage_traffic,
     step_traffic,
     token_bytes,
 )
@@ -185,3 +188,20 @@ def test_the_shorter_exchange_is_named_by_link() -> None:
         [line] = expert_lines(_parallel(ep=ep, ep_inner=inner), EvenRouting(16, 6), 512, 2)
         assert words in line and ("the other is shorter" in line) == (ep == 16)
     assert expert_lines(_parallel(), EvenRouting(16, 6), 512, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "activations", "gradients"),
+    [
+        (Pipeline(1, 3), [0], [0]),
+        (Pipeline(4), [1, 1, 1, 0], [0, 1, 1, 1]),
+        (Pipeline(2, 3), [3, 2], [2, 3]),
+        (Pipeline(3, 2, schedule="zbv"), [1, 2, 1], [1, 2, 1]),  # out and back; the last rank turns
+    ],
+)
+def test_stages_send_to_those_on_other_ranks(pipeline: Pipeline, activations: list[int], gradients: list[int]) -> None:
+    sizes = [carried_bytes(tokens, 64, sums=2) for tokens in (10, 3)]
+    assert sizes == [10 * 64 * 2 + 8, 3 * 64 * 2 + 8]
+    sent = [stage_traffic(pipeline, rank, sizes) for rank in range(pipeline.ranks)]
+    assert [one.forward["activations", "pp"] for one in sent] == [sum(sizes) * count for count in activations]
+    assert [one.backward["gradients", "pp"] for one in sent] == [sum(sizes) * count for count in gradients]

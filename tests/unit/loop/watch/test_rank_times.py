@@ -37,6 +37,13 @@ def test_two_ranks_are_compared_with_each_other() -> None:
     assert SlownessRule(1.25, 1).add(1, [1.0]) == []
 
 
+def test_ranks_of_a_stage_are_compared_with_each_other() -> None:
+    seconds = [1.0, 1.0, 1.0, 2.0, 2.6, 2.0]
+    assert [slow.rank for slow in SlownessRule(1.25, 1, alike=3).add(1, seconds)] == [4]
+    assert SlownessRule(1.25, 1, alike=1).add(1, seconds) == []
+    assert [slow.rank for slow in SlownessRule(1.25, 1).add(1, seconds)] == [4, 3, 5]
+
+
 class CountedClock:
     """Processor time that moves only when the test says so, whatever else the machine does."""
 

@@ -1,0 +1,191 @@
+"""Schedules of pipelines on sleeping clocks, beside the simulator: `python -m tests.claims.overlap` prints both steps of each schedule.
+
+The passes of a model whose blocks sleep run on torch's runtime, in as many processes as the pipeline has ranks: a part of a block sleeps as
+long as it would compute, and an exchange has come after its time, on one lane of each process. So the table, the turns of passes and the
+gradients of weights that wait are those of training. A gap of more than a tenth fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed.comm import Ledger
+from mmspeed.compute.wgrad import Leaves
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.loop.pipeline import PipelineRunner
+from mmspeed.parallel.stages import cut_into_stages
+from mmspeed.plan.overlap import Part, exposed
+from mmspeed.plan.schedules import Pipeline, ScheduleName
+from mmspeed.protocols import Batch, Item, Term, Terms
+from mmspeed.protocols.plan import Block, ModelPlan, declare_plan
+from mmspeed.shapes import Bucket
+from tests.support.added_model import Meshes
+from tests.support.spawn import run_ranks
+
+UNIT = 0.03  # seconds: long beside what Python and gloo take
+LAYER = (0.5, 0.5, 0.4), (0.5, 0.5, 0.5)  # forward, input's and weights' gradients of attention and of experts
+WITHIN, STEPS = 0.1, 3
+CASES: tuple[tuple[int, int, ScheduleName], ...] = (
+    (2, 1, "1f1b"), (2, 1, "zb_h1"), (2, 2, "interleaved"), (2, 2, "zbv"), (2, 2, "dualpipe_v"), (2, 2, "overlap"),
+    (4, 1, "zb_h1"), (4, 2, "interleaved"), (4, 2, "dualpipe_v"), (4, 2, "overlap"),
+)  # fmt: skip
+
+
+class Link:
+    """Messages that come after their time, one behind another."""
+
+    def __init__(self) -> None:
+        self.ledger, self._free = Ledger(), 0.0
+
+    def start(self, units: float) -> float:
+        """Send a message; returns when it comes."""
+        self._free = max(self._free, time.perf_counter()) + units * UNIT
+        return self._free
+
+    def wait(self, comes: float) -> None:
+        """Give way, then wait for a message."""
+        if self.ledger.gives_way is not None:
+            self.ledger.gives_way()
+        time.sleep(max(0.0, comes - time.perf_counter()))
+
+
+def rest(units: float) -> None:
+    """Sleep as long as something computes."""
+    time.sleep(units * UNIT)
+
+
+class SleepingBlock(Leaves):
+    """A stage's layers."""
+
+    def __init__(self, parts: list[Part], link: Link) -> None:
+        super().__init__()
+        self.parts, self.link = parts, link
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Passes.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, block: SleepingBlock) -> Tensor:
+        ctx.block = block
+        for part in block.parts:
+            rest(part.forward)
+            block.link.wait(block.link.start(part.exchange))
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        block, gradients = ctx.block, ctx.block._gradients
+        block.link.wait(block.link.start(block.parts[-1].exchange))
+        for place in reversed(range(len(block.parts))):
+            part = block.parts[place]
+            rest(part.input)
+            if gradients is None:
+                rest(part.weights)
+            else:
+                gradients.leave(block.weight, lambda units=part.weights: _slept(units))
+            if place:
+                block.link.wait(block.link.start(block.parts[place - 1].exchange))
+        return grads[0], torch.ones(1) if gradients is None else None, None
+
+
+def _slept(units: float) -> Tensor:
+    rest(units)
+    return torch.ones(1)
+
+
+class SleepingModel(nn.Module):
+    """Blocks that sleep."""
+
+    def __init__(self, stages: int, parts: list[Part], link: Link) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.zeros(1))
+        self.blocks = nn.ModuleList(SleepingBlock(parts, link) for _ in range(stages))
+        declare_plan(self, ModelPlan(tuple(Block(f"blocks.{place}") for place in range(stages)), carried=("x",)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.start
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Clocked:
+    """A step in units: run on sleeping clocks, and simulated."""
+
+    case: tuple[int, int, ScheduleName]
+    ran: float
+    simulated: float
+
+    @property
+    def gap(self) -> float:
+        """How far the run is from the simulation, in parts of it."""
+        return self.ran / self.simulated - 1
+
+
+def parts_of(exchange: float) -> list[Part]:
+    """Two layers."""
+    return [Part(*each, exchange) for each in LAYER] * 2
+
+
+def clocked(case: tuple[int, int, ScheduleName], batches: int, exchange: float) -> float:
+    """The seconds of a step, on this process."""
+    ranks, virtual, schedule = case
+    link = Link()
+    model = SleepingModel(ranks * virtual, parts_of(exchange), link)
+    parallel = ParallelConfig(pp=ranks, virtual=virtual, schedule=schedule)
+    mesh, _ = Meshes().of(parallel)
+    stages = cut_into_stages(model, mesh.across_stages()[0], Pipeline.of(parallel))
+    stages.axis = replace(stages.axis, ledger=link.ledger)
+    runner = PipelineRunner(model, stages, torch.device("cpu"))
+    items = [Batch({"x": torch.zeros(1)}, [Item("0", source="s")], torch.ones(1), Bucket(1, 8, 8))] * batches
+
+    def terms(out: Tensor) -> Terms:
+        return {"loss": Term(out, torch.ones(1))}
+
+    taken = []
+    for _ in range(1 + STEPS):  # the first makes what the others use
+        torch.distributed.barrier()
+        begun = time.perf_counter()
+        runner.run(lambda batch: model(batch["x"]), terms, items, {"samples": float(batches)})
+        torch.distributed.barrier()
+        taken.append(time.perf_counter() - begun)
+    return min(taken[1:])  # what else runs on the machine only adds
+
+
+def measured(case: tuple[int, int, ScheduleName], batches: int, exchange: float) -> Clocked:
+    """Both steps of a case."""
+    ranks, virtual, schedule = case
+    ran = max(run_ranks(clocked, ranks, case, batches, exchange, timeout=500)) / UNIT
+    simulated = exposed(Pipeline(ranks, virtual, 0, schedule), batches, parts_of(exchange)).step.step
+    return Clocked(case, ran, simulated)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--exchange", type=float, default=0.25)
+    parser.add_argument("--per-rank", type=int, default=4, help="micro-batches for each rank")
+    chosen = parser.parse_args()
+    print(f"{'ranks':>5} {'virtual':>7} {'schedule':>12} {'micro-batches':>13} {'ran':>8} {'simulated':>9} {'gap':>7}")
+    worst = 0.0
+    for case in CASES:
+        count = chosen.per_rank * case[0]
+        found = measured(case, count, chosen.exchange)
+        worst = max(worst, abs(found.gap))
+        print(f"{case[0]:>5} {case[1]:>7} {case[2]:>12} {count:>13} {found.ran:>8.1f} {found.simulated:>9.1f} {found.gap:>7.1%}", flush=True)  # fmt: skip
+    print(f"{'PASS' if worst <= WITHIN else 'FAIL'}: the farthest is {worst:.1%} away, of {WITHIN:.0%}")
+
+
+if __name__ == "__main__":
+    main()
