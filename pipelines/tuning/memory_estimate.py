@@ -447,6 +447,8 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
             freed = [gathered] * len(blocks)
         else:  # those of one stage stay
             gathered, freed = max(sum(whole_blocks[at] for at in flight.at) for flight in figures.flights), whole_blocks
+            if shards > 1 and Pipeline.of(parallel).virtual > 1:  # and as it arrives, a block of the stage that follows
+                gathered += max(whole_blocks)
         gathered += (numbers - sum(own // 4 for own in figures.gradients)) * width
         parts, gradients = gradients, [whole(own, 4 * trained) for own, _, (trained, _) in blocks]
         sums = [own + shard - less for own, shard, less in zip(gradients, parts, freed, strict=True)]

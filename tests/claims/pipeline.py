@@ -244,15 +244,11 @@ def _gap(settings: dict[str, Any], case: dict[str, Any]) -> float:
     setting, own, meshes = PipelineSetting(**settings), Case(**case), Meshes()
     (ours, our_step), (theirs, their_step) = (make(own, 0, setting, meshes) for make in SIDES.values())
     our_step(), their_step()
-    expected = {name.partition(".")[2]: p.grad for name, p in theirs.named_parameters()}
-    found = {name: p.grad for name, p in ours.named_parameters() if name in expected}
+    expected = {name.partition(".")[2]: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in ours.named_parameters() if name in expected and p.grad is not None}
     if found.keys() != expected.keys():
         raise ValueError(f"not in both: {sorted(found.keys() ^ expected.keys())}")
-    return max(
-        float(abs(whole(found[name]) - whole(grad)).max() / grad.abs().max())  # type: ignore[arg-type]
-        for name, grad in expected.items()
-        if grad is not None
-    )
+    return max(float(abs(whole(found[name]) - whole(grad)).max() / grad.abs().max()) for name, grad in expected.items())
 
 
 def _peak(settings: dict[str, Any], case: dict[str, Any], side: str) -> int:
