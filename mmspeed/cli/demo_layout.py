@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from mmspeed.config import RunConfig, make_config
-from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds, get_logger, read_metrics
 from mmspeed.plan.overlap import Part, exposed
@@ -45,7 +44,9 @@ def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None
 
     started, output = time.monotonic(), output.resolve()
     parallel = with_layout(make_config(_tree(output, short), origin="demo"), layout).parallel
-    alone = make_config(_tree(output, short, parallel), origin="demo")
+    pipeline = Pipeline.of(parallel)
+    paired = PAIRED * processes(parallel) // parallel.group if pipeline.overlaps else None
+    alone = make_config(_tree(output, short, pipeline.stages, paired), origin="demo")
     spread = with_layout(alone, layout)
     if Pipeline.of(spread.parallel).ranks > 1:  # as many micro-batches as there are items
         spread = spread.model_copy(update={"train": spread.train.model_copy(update={"micro_batch_size": 1})})
@@ -71,15 +72,14 @@ def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None
     return [alone.run_dir, spread.run_dir, file]
 
 
-def _tree(output: Path, short: bool, parallel: ParallelConfig | None = None) -> dict[str, Any]:
+def _tree(output: Path, short: bool, stages: int = 1, items: int | None = None) -> dict[str, Any]:
     """The demo's config for the comparison, unchecked: an auxiliary loss of each pack, which is the same on every layout.
 
-    parallel: the layout, for whose stages there are blocks, and for whose pairs micro-batches.
+    stages: the least number of blocks. items: of a step; None: the demo's.
     """
-    tree, pipeline = language_tree(output, short), Pipeline.of(parallel or ParallelConfig())
-    stages = pipeline.stages
-    if parallel is not None and pipeline.overlaps:
-        tree["train"]["batch_size"] = PAIRED * pipeline.ranks * max(1, parallel.dp_shard) * parallel.replicas
+    tree = language_tree(output, short)
+    if items is not None:
+        tree["train"]["batch_size"] = items
     steps = tree["train"]["steps"] if short else STEPS
     tree["name"] = f"{tree['name']}-one"
     tree["model"].update(balance="sequence", num_hidden_layers=max(tree["model"]["num_hidden_layers"], stages))

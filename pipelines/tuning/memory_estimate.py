@@ -198,7 +198,7 @@ def plan_memory(
         place = RunPlace(Device("cpu", 0), world=world, dealt=parallel.dealt(world), groups=parallel.groups(world))
         step = task.domain.largest_micro_batch(place)
     alone = shape_figures(config, task, step, speeds, with_swap, options)
-    ranks = figures_of_ranks(alone, config, task, step, world) if parallel.pp > 1 else ()
+    ranks = figures_of_ranks(alone, config, task, step, world) if Pipeline.of(parallel).ranks > 1 else ()
     figures = max(ranks, key=StepFigures.plain_peak) if ranks else spread(alone, config, world)
     if budget is None and config.memory.chooses:
         budget = budget_bytes(config.memory, pick(config.device.kind))
@@ -410,7 +410,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         return part(count - of_experts, shards) + part(of_experts, same)
 
     def whole(count: int, of_experts: int) -> int:
-        return part(count - of_experts, parallel.tp) + part(of_experts, parallel.expert_devices)
+        return part(count - of_experts, parallel.together(split=False)) + part(of_experts, parallel.expert_devices)
 
     def option(one: Option) -> Option:
         kept_, forward, backward, host = (part(n, group) for n in (one.kept, one.forward, one.backward, one.host))

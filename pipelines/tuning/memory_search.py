@@ -37,6 +37,7 @@ from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, budget_bytes, key_of, step_figures
 from mmspeed.pipelines.tuning.memory_stages import own_blocks, stage_of
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, learning_model
+from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import MicroBatchSize, RunPlace, blocks_of, shape_words, single_blocks
 
 MEMORY_NAME = "memory.json"
@@ -88,7 +89,7 @@ def full_setting(config: RunConfig, task: Task, place: RunPlace, step: MicroBatc
     train = {"train.optimizer": config.train.optimizer, "train.ema": config.train.ema_decay is not None}
     setting = setting_of(config, task.domain.setting(), place) | memory | train
     setting |= {"bucket": str(step.shape), "micro_batch": step.items, "accumulates": step.accumulates}
-    if config.parallel.pp > 1:
+    if Pipeline.of(config.parallel).ranks > 1:
         pipeline = config.parallel.model_dump(include={"virtual", "schedule", "extra_warmup"})
         setting |= {f"parallel.{key}": value for key, value in pipeline.items()} | {"micro_batches": step.batches}
     longest = task.domain.longest_text()
@@ -152,7 +153,7 @@ class MeasuredModel:
     ) -> None:
         memory = config.memory.model_copy(update={"budget": None, "fraction": None})
         self.memory = memory
-        batches = step.batches if config.parallel.pp > 1 else 2 if step.accumulates else 1
+        batches = step.batches if Pipeline.of(config.parallel).ranks > 1 else 2 if step.accumulates else 1
         self._step = (step.shape, step.items, batches)
         plain = config.model_copy(update={"memory": memory})
         self.steps = SyntheticStep(plain, task, device, choice=list(ways), text_tokens=task.domain.longest_text())
@@ -354,7 +355,7 @@ def choose_policies(
         return MemoryChoice(**{**recorded, "ways": tuple(recorded["ways"]), "tries": ()})
     began = time.monotonic()
     budget = budget_bytes(config.memory, device)
-    staged = config.parallel.pp > 1
+    staged = Pipeline.of(config.parallel).ranks > 1
     if staged:  # blocks are not measured apart from their stages
         figures = _figures_of_rank(config, task, device, step)
     else:
@@ -419,6 +420,6 @@ def policies_under_budget(config: RunConfig, task: Task, place: RunPlace) -> lis
     step = task.domain.largest_micro_batch(place)
     setting = full_setting(config, task, place, step)
     ways = choose_policies(config, task, place.device, step, config.run_dir, setting, place.rank).ways
-    if config.parallel.pp == 1:
+    if Pipeline.of(config.parallel).ranks == 1:
         return list(ways)
     return [ways[block] for block in own_blocks(config, task)]

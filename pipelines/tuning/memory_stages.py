@@ -49,11 +49,11 @@ class RankEnds:
 
 
 def rank_ends(
-    model: nn.Module, stages: Stages, batch: Callable[[], Any], loss: Callable[[Any], Tensor], gauge: Profiler
+    model: nn.Module, stages: Stages, make: Callable[[], Any], loss: Callable[[Any], Tensor], gauge: Profiler
 ) -> RankEnds:
     """The ends of a rank's stages; `model` is cut into them. Blocks do not run here."""
     made: list[Any] = []
-    of_batch, _ = gauge.section(lambda: made.append(batch()))
+    of_batch, _ = gauge.section(lambda: made.append(make()))
     like = stages.shapes(1, lambda: loss(made[0]))
     message = sum(tensor.nbytes for tensor in like)
     numbers, frozen = weights_of(model)
@@ -71,7 +71,7 @@ def rank_ends(
             bounds = stages.bounds[stage]
             place = bounds.stop if stage == last else bounds.start
             come = [torch.empty_like(each).requires_grad_() for each in like] if stage else []
-            kept, tail = _measured(model, stages, range(place, place), come, batch, loss, gauge)
+            kept, tail = _measured(model, stages, range(place, place), come, make, loss, gauge)
             found[stage] = StageEnds(kept + (message if stage != last else 0), tail)
     return RankEnds(found, numbers, frozen, of_batch, message)
 
@@ -86,7 +86,7 @@ def _measured(
     stages: Stages,
     place: range,
     come: list[Tensor],
-    batch: Callable[[], Any],
+    make: Callable[[], Any],
     loss: Callable[[Any], Tensor],
     gauge: Profiler,
 ) -> tuple[int, int]:
@@ -103,7 +103,7 @@ def _measured(
     def forward() -> None:
         try:
             with stages.call(Passing(place, come)):
-                out: Any = (loss(batch()),)
+                out: Any = (loss(make()),)
         except HandedOver as over:
             out = over.tensors
         left.extend(NextLayer.apply(each) for each in (*out, *given) if each.requires_grad)
@@ -220,7 +220,7 @@ def _picked(places: list[int], values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def stage_of(config: RunConfig) -> int:
     """The place of this process in its pipeline: processes with the same stages have consecutive numbers."""
-    return dist.get_rank() * config.parallel.pp // dist.get_world_size()
+    return dist.get_rank() * Pipeline.of(config.parallel).ranks // dist.get_world_size()
 
 
 def own_blocks(config: RunConfig, task: Task) -> list[int]:

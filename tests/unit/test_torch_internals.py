@@ -558,6 +558,43 @@ def test_pipeline_actions_take_micro_batches_of_any_shapes(schedule: ScheduleNam
         assert ahead.count(0) == behind.count(1) == 1
 
 
+def test_a_table_with_receipts_as_torch_runs_it() -> None:
+    pipeline = Pipeline(2, 2, 0, "overlap")
+    rows = internals.with_receipts(pipeline.table(8), pipeline.rank_of, pipeline.stages)
+    for rank, row in enumerate(pipeline.table(8)):
+        passes = [(part.kind, part.stage, part.batch) for entry in row for part in entry.parts]
+        assert [each for each in rows[rank] if not each[0].startswith("receive")] == passes
+        for place, (kind, stage, batch) in enumerate(rows[rank]):
+            came = {"forward": ("receive_input", stage, batch), "backward": ("receive_gradient", stage, batch)}.get(
+                kind
+            )
+            first_or_last = stage == (0 if kind == "forward" else pipeline.stages - 1)
+            assert came is None or (came in rows[rank][:place]) == (not first_or_last)
+    pairs = [entry for entry in internals._torch_table(pipeline.table(8))[0] if entry.sub_actions]
+    assert len(pairs) == sum(len(entry.parts) == 2 for entry in pipeline.table(8)[0])
+
+
+def test_weights_that_are_held_whole() -> None:
+    """And hooks that do nothing, until gradients are summed: a pass that ends frees nothing of one that goes on."""
+    with process_group(CPU):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh)
+        model.set_requires_gradient_sync(False)
+        internals.hold_whole(model)
+        out = model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        out.sum().backward()
+        assert not any(internals.is_sharded(parameter) for parameter in model.parameters())
+        groups = [internals._parameter_groups(internals.fsdp_state(module)) for module in (model[0], model)]
+        assert [len(group) for group in groups] == [1, 1]
+        internals.sum_over_shards(model[0])
+        internals.sum_over_shards(model, root=True)
+        assert all(internals.is_sharded(parameter) for parameter in model.parameters())
+        assert torch.equal(cast(DTensor, model[1].bias.grad).to_local(), torch.full((4,), 4.0))
+
+
 def test_asked_before_restarts() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api
