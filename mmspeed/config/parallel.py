@@ -68,7 +68,7 @@ class ParallelConfig(Section):
     )
     schedule: Literal["auto", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "overlap"] = Field(
         "auto",
-        description="Order in which the stages compute; `auto`: `interleaved` with `virtual` above 1, else `1f1b`. The others compute the gradients of inputs and of weights apart: `zb_h1` (one stage a device), `zbv` and `dualpipe_v` (two, the last one on the first device).",
+        description="Order in which the stages compute; `auto`: `interleaved` with `virtual` above 1, else `1f1b`. The others compute the gradients of weights later than those of inputs: `zb_h1` (one stage a device), `zbv` and `dualpipe_v` (two, the last one on the first device), and `overlap`, which hides exchanges within stages behind another micro-batch.",
     )
     stages: list[int] | None = Field(
         None,
@@ -167,9 +167,14 @@ class ParallelConfig(Section):
                 f"schedule {self.schedule} is for virtual {least}{'' if most else ' or more'}, not {self.virtual}: set virtual {least}, or "
                 f"schedule {fitting}"
             )
-        if self.extra_warmup and self.schedule not in ("auto", "1f1b", "interleaved"):
+        if self.extra_warmup and self.weights_wait:
             raise ValueError(
                 f"extra_warmup is for the schedules 1f1b and interleaved, not for {self.schedule}: leave one of them out"
+            )
+        if self.weights_wait and self.balance.copies:
+            raise ValueError(
+                f"schedule {self.schedule} computes gradients of weights later than those of inputs, and balance.copies lends weights for "
+                "one pass: leave copies out, or set schedule interleaved"
             )
         if self.stages is not None:
             count = self.pp * self.virtual
@@ -240,6 +245,11 @@ class ParallelConfig(Section):
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
         sizes = self.sizes()
         return math.prod(sizes.get(axis, 1) for axis in together_along(split))
+
+    @property
+    def weights_wait(self) -> bool:
+        """True where a pipeline computes the gradients of weights later than those of inputs."""
+        return self.schedule not in ("auto", "1f1b", "interleaved")
 
     @property
     def folded(self) -> bool:

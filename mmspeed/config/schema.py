@@ -177,6 +177,16 @@ class RunConfig(Section):
             )
         if reason is not None:
             raise ValueError(f"memory: {reason}")
+        if parallel.weights_wait and train.compile is True:
+            raise ValueError(
+                f"parallel.schedule {parallel.schedule} computes gradients of weights later than those of inputs, and train.compile makes one "
+                "graph of both: leave one of them out"
+            )
+        if parallel.schedule == "overlap" and max(parallel.group, parallel.expert_devices) == 1:
+            raise ValueError(
+                "parallel.schedule overlap hides what stages exchange within themselves, and nothing travels there: set parallel.ep (or tp, "
+                "ulysses, ring), or parallel.schedule interleaved"
+            )
         return self
 
     @property

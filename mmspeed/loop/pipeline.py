@@ -41,7 +41,7 @@ class PipelineRunner:
     def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
         self.model, self.stages, self.device, self.group = model, stages, device, stages.group
         pipeline = stages.pipeline
-        self.gradients = let_weights_wait(model) if pipeline.splits or pipeline.overlaps else None
+        self.gradients = let_weights_wait(model) if pipeline.weights_wait else None
         self.weights = StageWeights(model, stages)
         self.turns = Turns(stages.axis.ledger, device, self.fill) if pipeline.overlaps else None
         self.batches = 0  # micro-batches of the last step

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mmspeed.compute.wgrad import Leaves, LeavingLinear, LeavingProjection, WeightGradients
@@ -106,11 +105,11 @@ class StageWeights:
     def sum_shared(self) -> None:
         """Sum, over stages, the gradients of parameters that several of them hold."""
         axis = self.stages.axis
-        for group, parameters in shared_parameters(self.model):
+        for pair, parameters in shared_parameters(self.model):
             shared = [p for p in parameters if p.requires_grad]
             for parameter in shared:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            size = dist.get_world_size(group)
-            for sent in sum_together([local(p.grad) for p in shared if p.grad is not None], group):
+            group, size = self.stages.group, axis.size if pair is None else 2
+            for sent in sum_together([local(p.grad) for p in shared if p.grad is not None], group, pair):
                 axis.count("all_reduce", 2 * sent * (size - 1) // size)  # as in a ring algorithm

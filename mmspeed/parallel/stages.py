@@ -86,8 +86,8 @@ class Stages:
     """The stages of one model on one process.
 
     own: their numbers. bounds: the blocks of every stage. numbers: those of all stages' parameters, and of them those that train. group: of
-    the processes with the other stages. shared: names of parameters that other stages hold too, with the group of their processes, which
-    the first stage is of. outlines: modules that others hold.
+    the processes with the other stages. shared: names of parameters that other stages hold too, the first one among them, with the two
+    ranks that do; None: all. outlines: modules that others hold.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Stages:
         self.pipeline, self.bounds, self.carries, self.group = pipeline, tuple(bounds), carries, group
         self.own = tuple(pipeline.own(dist.get_rank(group) if rank is None else rank))
         self.numbers = (0, 0)
-        self.shared: list[tuple[dist.ProcessGroup | None, tuple[str, ...]]] = []
+        self.shared: list[tuple[tuple[int, int] | None, tuple[str, ...]]] = []
         self.outlines: list[Outline] = []
         self.tokens: BetweenStages | None = None  # of a model whose tokens several processes share
         self.axis = Axis.alone("pp")  # of these processes; its ledger counts all exchanges
@@ -442,13 +442,10 @@ def cut_into_stages(
     declare_plan(model, kept)
     apart = (*(block.name for block in plan.blocks), *behind, *embeds)
     names = sorted(name for name, _ in model.named_parameters())
-    stages.shared = [(group, tuple(name for name in names if not is_within(name, apart)))]
+    stages.shared = [(None, tuple(name for name in names if not is_within(name, apart)))]
     ends, twice = sorted({0, pipeline.rank_of(len(bounds) - 1)}), [name for name in embeds if name in plan.after]
     if group is not None and twice and len(ends) > 1 and dist.get_rank(group) in ends:
-        ranks = [dist.get_global_rank(group, rank) for rank in ends]
-        both = group if len(ranks) == pipeline.ranks else dist.new_group(ranks, use_local_synchronization=True)
-        assert both is not None
-        stages.shared.append((both, tuple(name for name in names if is_within(name, twice))))
+        stages.shared.append(((ends[0], ends[1]), tuple(name for name in names if is_within(name, twice))))
     vars(model)["_stages"] = stages
     return stages
 
@@ -477,10 +474,10 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
 
 
-def shared_parameters(model: nn.Module) -> list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
-    """The parameters that several stages of a model hold, with the group of their processes; none of a whole model."""
+def shared_parameters(model: nn.Module) -> list[tuple[tuple[int, int] | None, list[nn.Parameter]]]:
+    """The parameters that several stages of a model hold, with the two ranks of its pipeline that do; None: all. None of a whole model."""
     stages, named = stages_of(model), dict(model.named_parameters())
-    return [] if stages is None else [(group, [named[name] for name in names]) for group, names in stages.shared]
+    return [] if stages is None else [(pair, [named[name] for name in names]) for pair, names in stages.shared]
 
 
 def copies(model: nn.Module) -> set[nn.Parameter]:

@@ -59,14 +59,30 @@ def sum_shared_gradients(parameters: Iterable[nn.Parameter], tensor: Axis) -> No
 
 
 @torch.no_grad()
-def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[int]:
-    """Sum tensors over a group in place, by one all-reduce for each dtype. Returns the bytes of each."""
+def sum_together(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, pair: tuple[int, int] | None = None
+) -> list[int]:
+    """Sum tensors over a group in place, by one all-reduce for each dtype. Returns the bytes of each.
+
+    pair: only these two ranks of the group sum theirs, this one among them; each sends its own to the other.
+    """
     sizes = []
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         some = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in some])
-        dist.all_reduce(flat, group=group)
+        if pair is None:
+            dist.all_reduce(flat, group=group)
+        else:
+            flat = flat + _swapped(flat, group, sum(pair) - dist.get_rank(group))
         sizes.append(nbytes(flat))
         for tensor, summed in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
             tensor.copy_(summed.view_as(tensor))
     return sizes
+
+
+def _swapped(sent: Tensor, group: dist.ProcessGroup | None, other: int) -> Tensor:
+    came = torch.empty_like(sent)
+    ways = ((dist.isend, sent), (dist.irecv, came))
+    for work in dist.batch_isend_irecv([dist.P2POp(way, each, group=group, group_peer=other) for way, each in ways]):
+        work.wait()
+    return came

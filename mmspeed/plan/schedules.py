@@ -83,6 +83,11 @@ class Pipeline:
         return self.ranks * self.virtual
 
     @property
+    def weights_wait(self) -> bool:
+        """True where the gradients of weights are computed later than those of inputs."""
+        return self.splits or self.overlaps
+
+    @property
     def overlaps(self) -> bool:
         """True where the table has pairs."""
         return self.schedule in ("dualpipe_v", "overlap")

@@ -58,6 +58,8 @@ def _against(config: RunConfig, device: Device, model: nn.Module | None) -> str 
         return f"torch.compile is not tried on {device.name}"
     if (reason := not_compiled(config.memory)) is not None:
         return reason
+    if config.parallel.weights_wait:
+        return f"gradients of weights wait in parallel.schedule {config.parallel.schedule}"
     if config.parallel.group > 1 or (model is not None and is_spread(model)):
         return "exchanges between processes that compute one sample break graphs"
     if model is None:

@@ -24,6 +24,12 @@ __all__ = ["home"]  # a fixture
             ("parallel.pp=2", "memory.release_gradients=true", "train.clip_norm=null", "train.skip_non_finite=0"),
             "whole models",
         ),
+        (("parallel.pp=2", "parallel.virtual=2", "parallel.schedule=overlap"), "nothing travels there"),
+        (("parallel.pp=2", "parallel.schedule=zb_h1", "train.compile=true"), "one graph of both"),
+        (
+            ("parallel.pp=2", "parallel.schedule=zb_h1", "parallel.ep=2", "parallel.balance.copies=1"),
+            "leave copies out",
+        ),
     ],
 )
 def test_what_stages_do_not_go_with_is_refused(home: Path, overrides: tuple[str, ...], words: str) -> None:
