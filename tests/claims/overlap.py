@@ -1,5 +1,8 @@
 """Schedules of pipelines on sleeping clocks, beside the simulator: `python -m tests.claims.overlap` prints both steps of each schedule.
 
+`--models` prints instead what exchanges of experts add to a step of published shapes, on the reckoned clock with the links of an H200;
+`--split` how long gradients of weights that wait take beside a plain backward pass, on one process.
+
 The passes of a model whose blocks sleep run on torch's runtime, in as many processes as the pipeline has ranks: a part of a block sleeps as
 long as it would compute, and an exchange has come after its time, on one lane of each process. So the table, the turns of passes and the
 gradients of weights that wait are those of training. A gap of more than a tenth fails.
@@ -8,7 +11,10 @@ gradients of weights that wait are those of training. A gap of more than a tenth
 from __future__ import annotations
 
 import argparse
+import copy
+import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed.comm import Ledger
-from mmspeed.compute.wgrad import Leaves
+from mmspeed.compute.wgrad import Leaves, LeavingLinear, WeightGradients
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.loop.pipeline import PipelineRunner
+from mmspeed.mixin import mix_in
+from mmspeed.models.language.counts import block_work
+from mmspeed.models.language.shapes import SHAPES
 from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.plan.overlap import Part, exposed
 from mmspeed.plan.schedules import Pipeline, ScheduleName
+from mmspeed.plan.traffic import NODE, EvenRouting, token_bytes
 from mmspeed.protocols import Batch, Item, Term, Terms
 from mmspeed.protocols.plan import Block, ModelPlan, declare_plan
 from mmspeed.shapes import Bucket
@@ -30,6 +40,10 @@ from tests.support.spawn import run_ranks
 
 UNIT = 0.03  # seconds: long beside what Python and gloo take
 LAYER = (0.5, 0.5, 0.4), (0.5, 0.5, 0.5)  # forward, input's and weights' gradients of attention and of experts
+FLOPS, INNER, OUTER = 400e12, 450e9, 50e9  # of an H200 at 0.4 of its peak, NVLink one way, a card of 400 Gb/s
+MODELS = (("qwen3-30b-a3b", 4, 6, 2), ("deepseek-v3", 16, 2, 8))  # ranks, layers of a stage, nodes of ep
+PAIRED: tuple[ScheduleName, ...] = ("interleaved", "dualpipe_v", "overlap")
+SPLIT = 1.03
 WITHIN, STEPS = 0.1, 3
 CASES: tuple[tuple[int, int, ScheduleName], ...] = (
     (2, 1, "1f1b"), (2, 1, "zb_h1"), (2, 2, "interleaved"), (2, 2, "zbv"), (2, 2, "dualpipe_v"), (2, 2, "overlap"),
@@ -171,12 +185,74 @@ def measured(case: tuple[int, int, ScheduleName], batches: int, exchange: float)
     return Clocked(case, ran, simulated)
 
 
+def layer_of(name: str, tokens: int, nodes: int) -> list[Part]:
+    """A layer of a published shape: attention, then experts over that many nodes, by the rates above. Attention's pairs are causal."""
+    settings = SHAPES[name].settings
+    experts, width = settings.experts, settings.hidden_size
+    assert experts is not None
+    used = experts.top_k + experts.n_shared_experts
+    of_experts = 6.0 * tokens * width * experts.moe_intermediate_size * used
+    products = block_work(settings, tokens).blocks[settings.num_hidden_layers - 1] - of_experts
+    latent = settings.latent
+    widths = 2 * settings.head_dim if latent is None else latent.plain + latent.rotary + latent.value
+    pairs = float(tokens) ** 2 * settings.num_attention_heads * widths
+    routing = EvenRouting(experts.num_experts, experts.top_k, experts.n_group, experts.topk_group)
+    sent = token_bytes(routing, nodes * NODE, NODE, width, 2)[1]  # by way of nodes; of four exchanges
+    exchange = max(sent.between / OUTER, sent.within / INNER) * tokens / 4
+    return [
+        Part((products + pairs) / FLOPS, (products + 2 * pairs) / FLOPS, products / FLOPS, exchange),
+        Part(of_experts / FLOPS, of_experts / FLOPS, of_experts / FLOPS, exchange),
+    ]
+
+
+def model_lines(tokens: int) -> Iterator[str]:
+    """What exchanges add to a step of published shapes."""
+    yield f"{FLOPS / 1e12:.0f} TFLOP/s, {INNER / 1e9:.0f} GB/s within a node of {NODE}, {OUTER / 1e9:.0f} GB/s between nodes; {tokens:,} tokens"
+    for name, ranks, layers, nodes in MODELS:
+        parts = layer_of(name, tokens, nodes)
+        share = parts[0].exchange * 4 / sum(part.forward + part.input + part.weights for part in parts)
+        yield f"{name}: pp {ranks}, virtual 2, {layers} layers a stage, ep {nodes * NODE}; exchanges take {share:.2f} of what a layer computes"
+        for count in (8 * ranks, 16 * ranks):
+            shares = [
+                f"{schedule} {exposed(Pipeline(ranks, 2, 0, schedule), count, parts * layers).share:.1%}"
+                for schedule in PAIRED
+            ]
+            yield f"  {count} micro-batches: {', '.join(shares)} exposed"
+
+
+def split_ratio(rounds: int = 15) -> float:
+    """The time of forward and backward of linear layers whose gradients wait, beside that of plain ones; medians, in turns."""
+    torch.set_num_threads(1)
+    layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    waiting, gradients = copy.deepcopy(layers), WeightGradients()
+    for layer in waiting:
+        mix_in(layer, LeavingLinear)._gradients = gradients
+    x = torch.randn(512, 512, requires_grad=True)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(2 * rounds):
+        waits = number % 2 == 1
+        begun = time.process_time()
+        (waiting if waits else layers)(x).sum().backward()
+        gradients.take()()
+        times[waits].append(time.process_time() - begun)
+    return statistics.median(times[True]) / statistics.median(times[False])
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--exchange", type=float, default=0.25)
     parser.add_argument("--per-rank", type=int, default=4, help="micro-batches for each rank")
+    parser.add_argument("--models", action="store_true", help="exposed exchanges of published shapes")
+    parser.add_argument("--split", action="store_true", help="the time of a split backward pass")
     chosen = parser.parse_args()
+    if chosen.models or chosen.split:
+        for line in model_lines(8192) if chosen.models else ():
+            print(line)
+        if chosen.split:
+            ratio = split_ratio()
+            print(f"{'PASS' if ratio <= SPLIT else 'FAIL'}: gradients of weights that wait: {ratio:.3f} of a plain backward pass's step, of {SPLIT}")  # fmt: skip
+        return
     print(f"{'ranks':>5} {'virtual':>7} {'schedule':>12} {'micro-batches':>13} {'ran':>8} {'simulated':>9} {'gap':>7}")
     worst = 0.0
     for case in CASES:
