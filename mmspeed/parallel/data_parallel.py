@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -37,8 +37,8 @@ class _Autocast(nn.Module):
     _autocast_dtype: torch.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        device_type = next(self.parameters()).device.type
-        with torch.autocast(device_type, self._autocast_dtype):
+        tensors = chain(self.parameters(), filter(torch.is_tensor, tree_leaves((args, kwargs))))
+        with torch.autocast(next(tensors).device.type, self._autocast_dtype):  # a stage may have no parameters
             return super().forward(*args, **kwargs)
 
 

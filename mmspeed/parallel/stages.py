@@ -13,6 +13,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -261,7 +262,7 @@ class Outline(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        mode = next((each.fake_mode for each in tensors if is_fake(each)), OUTLINES)  # type: ignore[attr-defined]
+        mode = next((each.fake_mode for each in tensors if is_fake(each)), None) or _outlines()  # type: ignore[attr-defined]
 
         def zeros(like: Tensor) -> Tensor:  # they take one number
             return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
@@ -288,10 +289,13 @@ class Outline(nn.Module):
         """Set the number type of parameters."""
         for module, name, trained in self._weights:
             if trained and vars(module)[name].is_floating_point():
-                vars(module)[name] = vars(module)[name].to(dtype)
+                vars(module)[name] = torch.empty(vars(module)[name].shape, dtype=dtype, device="meta")
 
 
-OUTLINES = FakeTensorMode()
+@cache
+def _outlines() -> FakeTensorMode:
+    """The mode in which outlines compute; it loads much."""
+    return FakeTensorMode()
 
 
 def make_outline(module: nn.Module) -> Outline:

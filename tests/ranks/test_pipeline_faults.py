@@ -24,7 +24,12 @@ __all__ = ["home"]  # a fixture
 FOUR = ("model.num_hidden_layers=4", "train.micro_batch_size=1", "train.steps=8")
 BALANCED = ("model.balance=sequence", "objective.balance=0.01")
 DENSE = ("model.shape=tiny-qwen3-8b",)  # no module of it counts, so that stages alone tell
-LAYOUTS = {"pp": ("parallel.pp=2",), "virtual": ("parallel.pp=2", "parallel.virtual=2")}
+LAYOUTS = {
+    "pp": ("parallel.pp=2",),
+    "virtual": ("parallel.pp=2", "parallel.virtual=2"),
+    "split": ("parallel.pp=2", "parallel.schedule=zb_h1"),
+    "pairs": ("parallel.pp=2", "parallel.virtual=2", "parallel.schedule=dualpipe_v"),
+}
 SPOILED = {"text": BALANCED, "router": BALANCED, "dense": DENSE}
 
 
@@ -41,7 +46,9 @@ def spoiled(folder: str, layout: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("layout", ["virtual", pytest.param("pp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["virtual", *(pytest.param(each, marks=pytest.mark.slow) for each in ("pp", "split", "pairs"))]
+)
 def test_what_is_not_finite_is_told_and_left_out_as_by_one_process(home: Path, layout: str) -> None:
     alone, (first, second) = spoiled(str(home), "alone"), run_ranks(spoiled, 2, str(home), layout)
     assert first == second == alone and alone[0] == alone[2] == ""

@@ -114,7 +114,7 @@ def test_equal_stages_stand_still_as_reckoned(tmp_path: Path) -> None:
         (("--pipeline",), "parallel.pp=2, or --memory"),
         (("--pipeline", "parallel.pp=2", "parallel.schedule=zbw"), "'zbv', 'dualpipe_v' or 'overlap' (got 'zbw')"),
         (("--pipeline", "parallel.pp=3", "--devices", "8"), "takes 3 devices or a multiple of them, such as 9"),
-        (("--pipeline", "parallel.pp=16"), "the model has 8 blocks: each stage needs one, so use at most 8 together"),
+        (("--pipeline", "parallel.pp=16"), "the model has 8 blocks: each stage needs one, so use parallel.pp 8"),
         (("--pipeline", "parallel.pp=2", "--memory", "lots"), "--memory: 'lots' is not a number of bytes"),
         (("--pipeline", "parallel.pp=2", "--memory", "1MB"), "no pipeline of 2 devices fits 1.0 MB a device"),
     ],
