@@ -39,6 +39,11 @@ class BalanceConfig(Section):
         return self.migrate_every + self.copies > 0
 
 
+ScheduleName = Literal["1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "overlap"]
+FOLDED = (
+    "zbv",
+    "dualpipe_v",
+)  # stages go to the last device and come back, so that the first one also holds the last stage
 _STAGES: dict[str, tuple[int, int | None]] = {  # of a device, at least and at most, by schedule
     "1f1b": (1, 1),
     "zb_h1": (1, 1),
@@ -66,7 +71,7 @@ class ParallelConfig(Section):
         ge=1,
         description="Stages of a device of `pp`, every `pp`-th of the model: the pipeline stands still for as many times less (interleaved 1F1B).",
     )
-    schedule: Literal["auto", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "overlap"] = Field(
+    schedule: Literal["auto", ScheduleName] = Field(
         "auto",
         description="Order in which the stages compute; `auto`: `interleaved` with `virtual` above 1, else `1f1b`. The others compute the gradients of weights later than those of inputs: `zb_h1` (one stage a device), `zbv` and `dualpipe_v` (two, the last one on the first device), and `overlap`, which hides exchanges within stages behind another micro-batch.",
     )
@@ -254,7 +259,7 @@ class ParallelConfig(Section):
     @property
     def folded(self) -> bool:
         """True where a pipeline's stages go to the last device and come back (V), so that the first one also holds the last stage."""
-        return self.schedule in ("zbv", "dualpipe_v")
+        return self.schedule in FOLDED
 
     @property
     def replicas(self) -> int:

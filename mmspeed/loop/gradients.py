@@ -69,9 +69,8 @@ def clip_gradients(
     A collective call. `weight` is the factor of the step that the gradients have, and keep. With `scale`, gradients are multiplied by it
     in the same pass, and the norm is that of the products.
     """
-    counted = {
-        parameter for model in models for parameter in copies(unwrap(model))
-    }  # by the process of the first stage
+    # the process of the first stage counts them
+    counted = {parameter for model in models for parameter in copies(unwrap(model))}
     trained = [p for model in models for p in model.parameters() if p.grad is not None]
     kinds = by_mesh(trained)
     norm = _norm_of(by_mesh([p for p in trained if p not in counted]) if counted else kinds, mesh)

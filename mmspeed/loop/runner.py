@@ -40,9 +40,8 @@ class RunRecord:
     sources: list[list[str]] = field(default_factory=list)
     names: list[list[UseName]] = field(default_factory=list)  # of the items' uses
     kinds: dict[str, TermKind] = field(default_factory=dict)  # by term
-    handed_over: list[tuple[int, Tensor]] = field(
-        default_factory=list
-    )  # (stage of a pipeline, the greatest number of the tokens that it gave)
+    # (stage of a pipeline, the greatest number of the tokens that it gave)
+    handed_over: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def total(self, name: str, device: torch.device) -> Tensor:
         """The weighted sum of a term over all micro-batches, a scalar on `device`; 0 where this rank has no such term."""

@@ -45,9 +45,8 @@ class StepResult:
     bad: list[str] = field(default_factory=list)  # sources of the items whose loss was not finite
     bad_uses: tuple[UseName, ...] = ()  # the names of these items
     left_out: tuple[str, ...] = ()  # sources of such items, without which the step was computed again
-    origin: str | None = (
-        None  # the first module that counted by values that were not finite, or the stage that gave such
-    )
+    # the first module that counted by values that were not finite, or the stage that gave such
+    origin: str | None = None
     terms: Mapping[str, float] = field(default_factory=dict)  # each over its divisor
     updated: frozenset[str] = frozenset()  # roles whose weights changed
     broken: str | None = None  # the update that is not finite

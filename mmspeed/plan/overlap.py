@@ -51,11 +51,8 @@ def paired(forward: Sequence[Node], backward: Sequence[Node], ahead: int = -1, c
     lead, now = max(1, abs(ahead)) - 1, first
     clock = lane = 0.0
     left = backward[-1].weights if backward and carries else 0.0  # of gradients of weights
-    comes, at, waits = (
-        [0.0, 0.0],
-        [0, 0],
-        [False, False],
-    )  # when a side's exchange has come; it has begun to wait for it
+    # by side: when its exchange has come, its next node, whether it waits for its exchange
+    comes, at, waits = [0.0, 0.0], [0, 0], [False, False]
     while at[0] < len(forward) or at[1] < len(backward):
         if waits[now]:
             if now == 1:

@@ -22,11 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mmspeed.config.parallel import ParallelConfig
+from mmspeed.config.parallel import FOLDED, ParallelConfig, ScheduleName
 from mmspeed.errors import UserError
 
 Kind = Literal["forward", "backward", "input", "weight"]
-ScheduleName = Literal["1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "overlap"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Pipeline:
     @property
     def folded(self) -> bool:
         """True where stages go to the last rank and come back (V), so that the first rank also holds the last stage."""
-        return self.schedule in ("zbv", "dualpipe_v")
+        return self.schedule in FOLDED
 
     @property
     def splits(self) -> bool:

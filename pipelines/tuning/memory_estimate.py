@@ -260,13 +260,7 @@ def _ends_of(
     stages = task.cut(bare, config.parallel, None, rank)
     task.domain.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)
-    if config.memory.master != "parameters":
-        make_half(bare)
-    with FakeTensorMode(), _shapes_alone():
-        without_values(bare)
-        dtype = parse_dtype(config.device.dtype)
-        if dtype != torch.float32:
-            autocast(bare, dtype)
+    with _without_values(bare, config) as dtype:
         stages.type_outlines(dtype)
         ends = rank_ends(bare, stages, batch, loss, FakeTensorProfiler(1.0, 1.0))
     return replace(ends, fresh=tuple(4 * max(numbers, default=0) for numbers in trained)), stages.bounds
@@ -352,13 +346,7 @@ def outlined_step(config: RunConfig, task: Task, step: MicroBatchSize) -> Iterat
             set_chunks(block, memory.mlp_chunk)
     task.domain.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)  # before FakeTensorMode, since it reads values of tensors
-    if memory.master != "parameters":
-        make_half(bare)
-    with FakeTensorMode(), _shapes_alone():
-        without_values(bare)
-        dtype = parse_dtype(config.device.dtype)
-        if dtype != torch.float32:
-            autocast(bare, dtype)
+    with _without_values(bare, config):
         yield OutlinedStep(model, batch, loss, kinds, tuple(wanted.index(blocks[0]) for blocks in members), sent)
 
 
@@ -366,6 +354,19 @@ def sum_of(weights: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """The sum of pairs as of `weights_of`."""
     numbers, frozen = map(sum, zip((0, 0), *weights, strict=True))
     return numbers, frozen
+
+
+@contextmanager
+def _without_values(bare: nn.Module, config: RunConfig) -> Iterator[torch.dtype]:
+    """Have shapes alone inside, and a model computed in the config's number types; yields that of its products."""
+    if config.memory.master != "parameters":
+        make_half(bare)
+    with FakeTensorMode(), _shapes_alone():
+        without_values(bare)
+        dtype = parse_dtype(config.device.dtype)
+        if dtype != torch.float32:
+            autocast(bare, dtype)
+        yield dtype
 
 
 @contextmanager
