@@ -66,9 +66,8 @@ def test_a_plan_tells_the_memory_of_each_rank(tmp_path: Path, world: int) -> Non
         for names, between, held, planned, measured in rows:
             assert between == pytest.approx(held, rel=0.01), (rank, names)
             assert planned == pytest.approx(measured[0], rel=0.05), (rank, names)
-            late = (
-                0.01 if world == 2 else 0.4
-            )  # gloo frees buffers of shards at any time: the same step differs as much
+            # gloo frees buffers of shards at any time: the same step differs as much
+            late = 0.01 if world == 2 else 0.4
             assert measured[1] == pytest.approx(measured[0], rel=late), (rank, names)
 
 
