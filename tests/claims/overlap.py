@@ -29,7 +29,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.models.language.counts import block_work
 from mmspeed.models.language.shapes import SHAPES
 from mmspeed.parallel.stages import cut_into_stages
-from mmspeed.plan.overlap import Part, exposed
+from mmspeed.plan.overlap import Part, exposed, nodes_of, step_of
 from mmspeed.plan.schedules import Pipeline, ScheduleName
 from mmspeed.plan.traffic import NODE, EvenRouting, token_bytes
 from mmspeed.protocols import Batch, Item, Term, Terms
@@ -181,7 +181,8 @@ def measured(case: tuple[int, int, ScheduleName], batches: int, exchange: float)
     """Both steps of a case."""
     ranks, virtual, schedule = case
     ran = max(run_ranks(clocked, ranks, case, batches, exchange, timeout=500)) / UNIT
-    simulated = exposed(Pipeline(ranks, virtual, 0, schedule), batches, parts_of(exchange)).step.step
+    pipeline = Pipeline(ranks, virtual, 0, schedule)
+    simulated = step_of(pipeline, batches, [nodes_of(parts_of(exchange))] * pipeline.stages).step
     return Clocked(case, ran, simulated)
 
 
@@ -213,10 +214,8 @@ def model_lines(tokens: int) -> Iterator[str]:
         share = parts[0].exchange * 4 / sum(part.forward + part.input + part.weights for part in parts)
         yield f"{name}: pp {ranks}, virtual 2, {layers} layers a stage, ep {nodes * NODE}; exchanges take {share:.2f} of what a layer computes"
         for count in (8 * ranks, 16 * ranks):
-            shares = [
-                f"{schedule} {exposed(Pipeline(ranks, 2, 0, schedule), count, parts * layers).share:.1%}"
-                for schedule in PAIRED
-            ]
+            pipelines, stages = [Pipeline(ranks, 2, 0, each) for each in PAIRED], [nodes_of(parts * layers)] * 2 * ranks
+            shares = [f"{each.schedule} {exposed(each, count, stages).share:.1%}" for each in pipelines]
             yield f"  {count} micro-batches: {', '.join(shares)} exposed"
 
 
