@@ -15,7 +15,7 @@ from .simulate import Simulated, simulate
 
 NO_TIME = 1e-9  # of an exchange, at which passes still take turns
 FORWARD, BACKWARD = 0, 1  # the sides of a pair
-WIDTH = 4  # partial orders that a search keeps of each length
+WIDTH = 8  # partial orders that a search keeps of each length
 Order = tuple[int, ...]  # by node: the side that computes its next one
 
 
