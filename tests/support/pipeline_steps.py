@@ -5,6 +5,7 @@ Used by `tests/ranks/test_pipeline_cover.py`; one spawn of ranks computes many c
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +24,14 @@ from mmspeed.config.training import TrainConfig
 from mmspeed.data import SampleUse
 from mmspeed.data.sampling.pack_order import PackLength, PackSample
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
-from mmspeed.loop.pipeline import runner_of
+from mmspeed.loop.pipeline import PipelineRunner, runner_of
 from mmspeed.loop.step import Learner, train_step
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.sora.model import SoraDiT
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
 from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
+from mmspeed.plan.overlap import Order
 from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import Batch, Item, Term, Terms, Update
 from mmspeed.shapes import Bucket
@@ -218,6 +220,12 @@ def divisors_of(numbers: Sequence[tuple[int, int]], language: bool) -> dict[str,
     return divisors
 
 
+def any_orders(pipeline: Pipeline, nodes: int = 60) -> dict[tuple[int, int], Order]:
+    """An order for each pair of stages, of no sense."""
+    drawn, stages = random.Random(7), range(pipeline.stages)
+    return {pair: tuple(drawn.choices((0, 1), k=nodes)) for pair in itertools.product(stages, stages)}
+
+
 def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str, Any]:
     """Two steps: losses and norms, and the gradients of the second one. One process computes the items of all lanes."""
     parallel = parallel_of(case)
@@ -249,6 +257,8 @@ def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[
     learner, results = whole_model.learner(model, strategy, optimizer), []
     lane, share = (mesh.reader().index, 1 / parallel.group) if mesh is not None else (0, 1.0)
     for step in range(2):
+        if step and isinstance(learner.runner, PipelineRunner):
+            learner.runner.orders = any_orders(Pipeline.of(parallel))
         numbers = numbers_of(case, step, lanes)
         batches = [whole_model.batch(*each, share) for each in (numbers if world == 1 else numbers[lane::lanes])]
         results.append(
