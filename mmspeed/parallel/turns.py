@@ -8,9 +8,10 @@ Only one of both runs at any time, and all processes switch at the same places, 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from queue import SimpleQueue
 
 import torch
 
@@ -32,34 +33,39 @@ class Turns:
 
     def __init__(self, ledger: Ledger, device: torch.device, fill: Callable[[], None], ahead: int = -1) -> None:
         self.ledger, self.device, self.fill, self.ahead = ledger, device, fill, ahead
-        self._thread = ThreadPoolExecutor(1, "backward")
         self._turn = threading.Condition()
-        self._now, self._lead, self._ended, self._failed = FORWARD, 0, [True, True], False
+        self._now, self._lead, self._ended = FORWARD, 0, [True, True]
+        self._errors: list[BaseException] = []  # of this pair, the cause first
+        self._runs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Python does not wait for it at its end: an exchange with a process that is gone may last
+        threading.Thread(target=_run_each, args=(self._runs,), name="backward", daemon=True).start()
+        weakref.finalize(self, self._runs.put, None)
 
     def both(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Run a pair. Raises what one of them raises, once the other has ended."""
         first = FORWARD if self.ahead >= 0 else BACKWARD
-        self._now, self._lead, self._ended, self._failed = first, max(1, abs(self.ahead)) - 1, [False, False], False
+        self._now, self._lead, self._ended, self._errors = first, max(1, abs(self.ahead)) - 1, [False, False], []
         before, self.ledger.gives_way = self.ledger.gives_way, self._give
+        context = copy_context()
         try:
-            context = copy_context()
-            other: Future[None] = self._thread.submit(context.run, self._side, BACKWARD, backward)
-            error = _error_of(lambda: self._side(FORWARD, forward))
-            errors = [error, _error_of(other.result)]
+            self._runs.put(lambda: context.run(self._side, BACKWARD, backward))
+            self._side(FORWARD, forward)
+            with self._turn:
+                self._turn.wait_for(lambda: all(self._ended))
         finally:
             self.ledger.gives_way = before
-        for error in sorted(filter(None, errors), key=lambda each: isinstance(each, _EndedError)):
-            raise error
+        if self._errors:
+            del self._errors[1:]  # it holds tensors
+            raise self._errors.pop()
 
     def _side(self, side: int, run: Callable[[], None]) -> None:
-        if side == BACKWARD and self.device.type != "cpu":
-            torch.accelerator.set_device_index(self.device)  # each thread has its own
         try:
+            if side == BACKWARD and self.device.type != "cpu":
+                torch.accelerator.set_device_index(self.device)  # each thread has its own
             self._wait(side)
             run()
-        except BaseException:
-            self._failed = True
-            raise
+        except BaseException as error:
+            self._errors.append(error)
         finally:
             with self._turn:
                 self._ended[side], self._now = True, 1 - side
@@ -68,6 +74,8 @@ class Turns:
     def _give(self) -> None:
         """Let the other pass go on up to its own exchange."""
         side = self._now
+        if self._errors:
+            raise _EndedError
         if self._lead > 0:
             self._lead -= 1
         elif not self._ended[1 - side]:
@@ -81,13 +89,11 @@ class Turns:
     def _wait(self, side: int) -> None:
         with self._turn:
             self._turn.wait_for(lambda: self._now == side or self._ended[1 - side])
-        if self._failed:
+        if self._errors:
             raise _EndedError
 
 
-def _error_of(run: Callable[[], None]) -> BaseException | None:
-    try:
+def _run_each(runs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := runs.get()) is not None:
         run()
-    except BaseException as error:
-        return error
-    return None
+        del run  # it holds the turns
