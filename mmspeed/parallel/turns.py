@@ -2,7 +2,7 @@
 
 A pass runs from one exchange to the next: these stretches are the nodes of DualPipe (DeepSeek-AI 2024), found where exchanges are, so that no
 model is cut. While the messages of one pass travel, the other computes; weights' gradients that the backward pass left fill what remains.
-Only one of both runs at any time, and all processes switch at the same places, so that exchanges are issued in the same order everywhere.
+Only one of both runs at any time, with generators of its own, and all processes switch at the same places, so that exchanges are issued in the same order everywhere.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Turns:
         self._turn = threading.Condition()
         self._now, self._lead, self._ended = FORWARD, 0, [True, True]
         self._errors: list[BaseException] = []  # of this pair, the cause first
+        self._draws: list[Callable[[], None]] = []  # what the generators of each pass are set to
         self._runs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # Python does not wait for it at its end: an exchange with a process that is gone may last
         threading.Thread(target=_run_each, args=(self._runs,), name="backward", daemon=True).start()
@@ -46,7 +47,7 @@ class Turns:
         first = FORWARD if self.ahead >= 0 else BACKWARD
         self._now, self._lead, self._ended, self._errors = first, max(1, abs(self.ahead)) - 1, [False, False], []
         before, self.ledger.gives_way = self.ledger.gives_way, self._give
-        context = copy_context()
+        context, self._draws = copy_context(), [_generators(self.device)] * 2
         try:
             self._runs.put(lambda: context.run(self._side, BACKWARD, backward))
             self._side(FORWARD, forward)
@@ -54,6 +55,7 @@ class Turns:
                 self._turn.wait_for(lambda: all(self._ended))
         finally:
             self.ledger.gives_way = before
+        self._draws[FORWARD]()
         if self._errors:
             del self._errors[1:]  # it holds tensors
             raise self._errors.pop()
@@ -63,7 +65,9 @@ class Turns:
             if side == BACKWARD and self.device.type != "cpu":
                 torch.accelerator.set_device_index(self.device)  # each thread has its own
             self._wait(side)
+            self._draws[side]()
             run()
+            self._draws[side] = _generators(self.device)
         except BaseException as error:
             self._errors.append(error)
         finally:
@@ -79,10 +83,12 @@ class Turns:
         if self._lead > 0:
             self._lead -= 1
         elif not self._ended[1 - side]:
+            draws = _generators(self.device)
             with self._turn:
                 self._now = 1 - side
                 self._turn.notify_all()
             self._wait(side)
+            draws()
         if side == BACKWARD:
             self.fill()
 
@@ -91,6 +97,19 @@ class Turns:
             self._turn.wait_for(lambda: self._now == side or self._ended[1 - side])
         if self._errors:
             raise _EndedError
+
+
+def _generators(device: torch.device) -> Callable[[], None]:
+    """A function that sets the states of torch's generators to those of now: a backward pass may set them, to draw again as a region drew."""
+    of_host, module = torch.get_rng_state(), None if device.type == "cpu" else torch.get_device_module(device)
+    own = None if module is None else module.get_rng_state(device)
+
+    def restore() -> None:
+        torch.set_rng_state(of_host)
+        if module is not None:
+            module.set_rng_state(own, device)
+
+    return restore
 
 
 def _run_each(runs: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -1,4 +1,4 @@
-"""Two passes that take turns: what is raised in one of them, and what that does to the other."""
+"""Two passes that take turns: what is raised in one of them and what that does to the other, and what they draw."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mmspeed.comm import Ledger
 from mmspeed.parallel.turns import Turns
 
 EXCHANGES = 3
-Pass = Callable[[Callable[[], None]], None]  # gets what it calls where it would wait
 
 
-def turns(ahead: int) -> Callable[[Pass, Pass], None]:
-    """A function that runs pairs on turns of its own."""
-    made = Turns(Ledger(), torch.device("cpu"), lambda: None, ahead)
+class Exchanging(Turns):
+    """Turns of passes whose exchanges take no time."""
 
-    def exchange() -> None:
-        assert made.ledger.gives_way is not None
-        made.ledger.gives_way()
+    def __init__(self, ahead: int = 0) -> None:
+        super().__init__(Ledger(), torch.device("cpu"), lambda: None, ahead)
 
-    return lambda forward, backward: made.both(lambda: forward(exchange), lambda: backward(exchange))
+    def exchange(self) -> None:
+        if self.ledger.gives_way is not None:
+            self.ledger.gives_way()
 
+    def run(self, reached: list[int], at: int = 0, fails: Callable[[], object] = int) -> Callable[[], None]:
+        """A pass that notes where it is, and may fail somewhere."""
 
-def run(reached: list[int], fails: Callable[[], object] = lambda: None, at: int = 0) -> Pass:
-    """A pass that notes where it is, and may fail somewhere."""
+        def run() -> None:
+            for place in range(EXCHANGES + 1):
+                reached.append(place)
+                if place == at:
+                    fails()
+                self.exchange()
 
-    def run(exchange: Callable[[], None]) -> None:
-        for place in range(EXCHANGES + 1):
-            reached.append(place)
-            if place == at:
-                fails()
-            exchange()
-
-    return run
+        return run
 
 
 def raiser(kind: type[BaseException]) -> Callable[[], None]:
@@ -52,22 +53,25 @@ def raiser(kind: type[BaseException]) -> Callable[[], None]:
     return fail
 
 
-@pytest.mark.parametrize("ahead", [-2, -1, 0, 2])
+AHEAD = pytest.mark.parametrize("ahead", [-2, -1, 0, 2])
+
+
+@AHEAD
 @pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
 def test_a_pass_that_fails_ends_the_other_and_is_told_alone(ahead: int, kind: type[BaseException]) -> None:
-    before, both = threading.active_count(), turns(ahead)
+    before, turns = threading.active_count(), Exchanging(ahead)
     for at in range(EXCHANGES + 1):
         for failing in range(2):
             reached: list[list[int]] = [[], []]
-            sides = [run(reached[side], raiser(kind) if side == failing else int, at) for side in range(2)]
+            sides = [turns.run(reached[side], at, raiser(kind) if side == failing else int) for side in range(2)]
             with pytest.raises(kind, match="told") as caught:
-                both(*sides)
+                turns.both(*sides)
             assert caught.value.__cause__ is caught.value.__context__ is None
             assert reached[failing][-1] == at and len(reached[1 - failing]) <= at + 3
             whole: list[int] = []
-            both(run(whole), run(whole))
+            turns.both(turns.run(whole), turns.run(whole))
             assert len(whole) == 2 * (EXCHANGES + 1)
-    del both, sides, caught
+    del turns, sides, caught
     gc.collect()
     until = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < until:
@@ -77,16 +81,50 @@ def test_a_pass_that_fails_ends_the_other_and_is_told_alone(ahead: int, kind: ty
 
 def test_ctrl_c_ends_the_pass_that_has_the_turn_at_its_next_exchange() -> None:
     """It comes to the forward pass, which waits."""
-    reached: list[int] = []
+    turns, reached = Exchanging(), list[int]()
 
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
 
     with pytest.raises(KeyboardInterrupt):
-        turns(0)(run([]), run(reached, interrupt))
+        turns.both(turns.run([]), turns.run(reached, 0, interrupt))
     assert reached == [0]
-    turns(0)(run(reached), run(reached))
+    turns.both(turns.run(reached), turns.run(reached))
+
+
+def drawn(ahead: int | None) -> list[Tensor]:
+    """What a forward pass draws beside a backward pass that draws again, what is drawn behind both, and the gradients; None: one by one.
+
+    As with `memory.exchange_again`, the backward pass makes exchanges of a recomputed region again, in the midst of its dropouts.
+    """
+    torch.manual_seed(0)
+    turns, draws, x = Exchanging(ahead or 0), list[Tensor](), torch.ones(50, requires_grad=True)
+
+    def region(x: Tensor) -> Tensor:
+        for _ in range(EXCHANGES):
+            x = F.dropout(x.sin())
+            turns.exchange()
+        return x.sin()
+
+    def forward() -> None:
+        for _ in range(EXCHANGES):
+            draws.append(torch.rand(2))
+            turns.exchange()
+
+    loss = checkpoint(region, x, use_reentrant=False).sum()
+    if ahead is None:
+        forward()
+        loss.backward()
+    else:
+        turns.both(forward, loss.backward)
+    assert x.grad is not None
+    return [*draws, torch.rand(2), x.grad]
+
+
+@AHEAD
+def test_each_pass_draws_what_it_draws_alone(ahead: int) -> None:
+    assert all(map(torch.equal, drawn(ahead), drawn(None)))
 
 
 STUCK = """
