@@ -28,7 +28,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.models.language.counts import block_work
 from mmspeed.models.language.shapes import SHAPES
 from mmspeed.parallel.stages import cut_into_stages
-from mmspeed.plan.overlap import Part, exposed
+from mmspeed.plan.overlap import Part, exposed, nodes_of, step_of
 from mmspeed.plan.schedules import Pipeline, ScheduleName
 from mmspeed.plan.traffic import NODE, EvenRouting, token_bytes
 from mmspeed.protocols import Batch, Item, Term, Terms
@@ -71,8 +71,14 @@ class Link:
     def wait(self, comes: float) -> None:
         """Give way, then wait for a message."""
         if self.ledger.gives_way is not None:
-            self.ledger.gives_way()
-        time.sleep(max(0.0, comes - time.perf_counter()))
+            self.ledger.gives_way("experts", lambda: sleep_until(comes))
+        else:
+            sleep_until(comes)
+
+
+def sleep_until(comes: float) -> None:
+    """Sleep until a message has come."""
+    time.sleep(max(0.0, comes - time.perf_counter()))
 
 
 def rest(units: float) -> None:
@@ -187,7 +193,8 @@ def measured(case: tuple[int, int, ScheduleName], batches: int, exchange: float)
     """Both steps of a case."""
     ranks, virtual, schedule = case
     ran = max(run_ranks(clocked, ranks, case, batches, exchange, timeout=500)) / UNIT
-    simulated = exposed(Pipeline(ranks, virtual, 0, schedule), batches, parts_of(exchange)).step.step
+    pipeline = Pipeline(ranks, virtual, 0, schedule)
+    simulated = step_of(pipeline, batches, [nodes_of(parts_of(exchange))] * pipeline.stages).step
     return Clocked(case, ran, simulated)
 
 
@@ -219,10 +226,11 @@ def model_lines(tokens: int) -> Iterator[str]:
         share = parts[0].exchange * 4 / sum(part.forward + part.input + part.weights for part in parts)
         yield f"{name}: pp {ranks}, {2 * layers} layers a rank, ep {nodes * NODE}; exchanges take {share:.2f} of what a layer computes"
         for count in (8 * ranks, 16 * ranks):
-            shares = [
-                f"{schedule} {exposed(Pipeline(ranks, virtual, 0, schedule), count, parts * (2 * layers // virtual)).share:.1%}"
-                for schedule, virtual in VIRTUAL.items()
-            ]
+            shares = []
+            for schedule, virtual in VIRTUAL.items():
+                stages = [nodes_of(parts * (2 * layers // virtual))] * virtual * ranks
+                share = exposed(Pipeline(ranks, virtual, 0, schedule), count, stages).share
+                shares.append(f"{schedule} {share:.1%}")
             yield f"  {count} micro-batches: {', '.join(shares)} exposed"
 
 
