@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -226,6 +227,26 @@ def any_orders(pipeline: Pipeline, nodes: int = 60) -> dict[tuple[int, int], Ord
     return {pair: tuple(drawn.choices((0, 1), k=nodes)) for pair in itertools.product(stages, stages)}
 
 
+def count_computed(model: nn.Module, learner: Learner) -> Counter[str]:
+    """Counts, from now on, how often the gradient of each weight that waits is computed."""
+    computed, gradients = Counter[str](), getattr(learner.runner, "gradients", None)
+    if gradients is None:
+        return computed
+    leave = gradients.leave
+
+    def counted(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+        name = next((name for name, own in unwrap(model).named_parameters() if own is weight), "")
+
+        def compute() -> Tensor:
+            computed[name] += 1
+            return gradient()
+
+        leave(weight, compute)
+
+    gradients.leave = counted
+    return computed
+
+
 def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str, Any]:
     """Two steps: losses and norms, and the gradients of the second one. One process computes the items of all lanes."""
     parallel = parallel_of(case)
@@ -255,12 +276,14 @@ def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[
 
     optimizer.step = keep
     learner, results = whole_model.learner(model, strategy, optimizer), []
+    computed, batches_here = count_computed(model, learner), 0
     lane, share = (mesh.reader().index, 1 / parallel.group) if mesh is not None else (0, 1.0)
     for step in range(2):
         if step and isinstance(learner.runner, PipelineRunner):
             learner.runner.orders = any_orders(Pipeline.of(parallel))
         numbers = numbers_of(case, step, lanes)
         batches = [whole_model.batch(*each, share) for each in (numbers if world == 1 else numbers[lane::lanes])]
+        batches_here += len(batches)
         results.append(
             train_step(
                 {"model": model}, [learner], batches, divisors_of(numbers, case["kind"] in DECODERS), clip_norm=None,
@@ -276,6 +299,7 @@ def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[
         "shared": [name for _, names in stages.shared for name in names] if stages is not None else [],
         "stages": stages is not None and [*stages.own],
         "uncrossed": uncrossed(unwrap(model)),
+        "computed": (computed, batches_here),
     }
 
 
@@ -288,7 +312,7 @@ def compared(case: Combination, world: int, groups: Groups, truths: dict[Any, di
     parallel = parallel_of(case)
     lanes = world // (parallel.group * parallel.pp)
     got = steps_of(case, world, groups, lanes)
-    mine = {name: got[name] for name in ("uncrossed", "stages", "counts")}
+    mine = {name: got[name] for name in ("uncrossed", "stages", "counts", "computed")}
     every: list[Any] = [None] * world
     first_here = dist.get_rank() % (world // parallel.pp) == 0
     dist.gather_object((got["grads"] if first_here else {}, got["counts"]), every if dist.get_rank() == 0 else None)
