@@ -7,16 +7,15 @@ Only one of both runs at any time, and all processes switch at the same places, 
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 
 import torch
 
-from mmspeed.comm import Ledger
-
-FORWARD, BACKWARD = 0, 1
+from mmspeed.plan.overlap import BACKWARD, FORWARD, Order
 
 
 class _EndedError(BaseException):
@@ -24,32 +23,45 @@ class _EndedError(BaseException):
 
 
 class Turns:
-    """Runs pairs of passes on one process.
+    """Runs pairs of passes on one process."""
 
-    ledger: of the axes whose exchanges give way. fill: called in the backward pass before it waits. ahead: nodes that the forward pass
-    computes before the backward pass begins; negative: the other way round. A backward pass begins with an exchange, so it comes first.
-    """
-
-    def __init__(self, ledger: Ledger, device: torch.device, fill: Callable[[], None], ahead: int = -1) -> None:
-        self.ledger, self.device, self.fill, self.ahead = ledger, device, fill, ahead
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._thread = ThreadPoolExecutor(1, "backward")
         self._turn = threading.Condition()
-        self._now, self._lead, self._ended, self._failed = FORWARD, 0, [True, True], False
+        self._now, self._ended, self._failed = FORWARD, [True, True], False
+        self._order: Iterator[int] = iter(())
 
-    def both(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Run a pair. Raises what one of them raises, once the other has ended."""
-        first = FORWARD if self.ahead >= 0 else BACKWARD
-        self._now, self._lead, self._ended, self._failed = first, max(1, abs(self.ahead)) - 1, [False, False], False
-        before, self.ledger.gives_way = self.ledger.gives_way, self._give
-        try:
-            context = copy_context()
-            other: Future[None] = self._thread.submit(context.run, self._side, BACKWARD, backward)
-            error = _error_of(lambda: self._side(FORWARD, forward))
-            errors = [error, _error_of(other.result)]
-        finally:
-            self.ledger.gives_way = before
+    def both(self, forward: Callable[[], None], backward: Callable[[], None], order: Order | None = None) -> None:
+        """Run a pair. Raises what one of them raises, once the other has ended.
+
+        order: by node, the side that computes its next one; None: sides alternate. The backward pass comes first, since it begins with an
+        exchange. A side whose other one has ended goes on by itself.
+        """
+        self._order = iter(order) if order else itertools.cycle((BACKWARD, FORWARD))
+        self._now, self._ended, self._failed = next(self._order), [False, False], False
+        context = copy_context()
+        other: Future[None] = self._thread.submit(context.run, self._side, BACKWARD, backward)
+        error = _error_of(lambda: self._side(FORWARD, forward))
+        errors = [error, _error_of(other.result)]
         for error in sorted(filter(None, errors), key=lambda each: isinstance(each, _EndedError)):
             raise error
+
+    def give(self) -> int | None:
+        """Let the other pass of a pair go on up to its own exchange, where it is its turn.
+
+        Returns the side that gives way; None where no pair runs.
+        """
+        if all(self._ended):
+            return None
+        side = self._now
+        turn = next(self._order, side)
+        if turn != side and not self._ended[turn]:
+            with self._turn:
+                self._now = turn
+                self._turn.notify_all()
+            self._wait(side)
+        return side
 
     def _side(self, side: int, run: Callable[[], None]) -> None:
         if side == BACKWARD and self.device.type != "cpu":
@@ -64,19 +76,6 @@ class Turns:
             with self._turn:
                 self._ended[side], self._now = True, 1 - side
                 self._turn.notify_all()
-
-    def _give(self) -> None:
-        """Let the other pass go on up to its own exchange."""
-        side = self._now
-        if self._lead > 0:
-            self._lead -= 1
-        elif not self._ended[1 - side]:
-            with self._turn:
-                self._now = 1 - side
-                self._turn.notify_all()
-            self._wait(side)
-        if side == BACKWARD:
-            self.fill()
 
     def _wait(self, side: int) -> None:
         with self._turn:

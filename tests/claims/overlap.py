@@ -65,8 +65,14 @@ class Link:
     def wait(self, comes: float) -> None:
         """Give way, then wait for a message."""
         if self.ledger.gives_way is not None:
-            self.ledger.gives_way()
-        time.sleep(max(0.0, comes - time.perf_counter()))
+            self.ledger.gives_way("experts", lambda: sleep_until(comes))
+        else:
+            sleep_until(comes)
+
+
+def sleep_until(comes: float) -> None:
+    """Sleep until a message has come."""
+    time.sleep(max(0.0, comes - time.perf_counter()))
 
 
 def rest(units: float) -> None:

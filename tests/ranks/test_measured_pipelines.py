@@ -110,7 +110,7 @@ def test_bytes_and_times_of_a_step_are_told(tmp_path: Path, world: int, counts: 
                 assert computing + sum(waits) == pytest.approx(row["seconds"], abs=1e-4) and min(waits) >= 0, what
             busiest = max(row["compute"])
             assert row["bubble"] == pytest.approx(1 - busiest / row["seconds"], abs=2e-4)
-            assert 0 <= row["exposed"] <= row["bubble"] and row["reckoned_bubble"] > 0
+            assert 0 <= row["exposed"]["messages"] <= row["bubble"] * row["seconds"] and row["reckoned_bubble"] > 0
             for span, computing in zip(found["spans"], row["compute"], strict=True):
                 assert sum(end - begin for _, begin, end in span) == pytest.approx(computing, abs=1e-4)
                 assert all(before[2] <= after[1] for before, after in itertools.pairwise(span))
