@@ -120,7 +120,7 @@ def _nodes(work: Callable[[], object], outline: OutlinedStep, count: Roofline) -
     """The nodes of a pass, each of which ends where it would wait for an exchange."""
     nodes, ledger, flops, sent = list[NodeWork](), outline.sent, count.flops, outline.sent.copy()
 
-    def ends(wait: Callable[[], None] = lambda: None) -> None:
+    def ends(place: str | None = None, wait: Callable[[], None] = lambda: None) -> None:
         nonlocal flops, sent
         more = Counter[str]()
         for (_, axis), nbytes in ledger.since(sent).bytes.items():
