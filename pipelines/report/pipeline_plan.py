@@ -23,7 +23,7 @@ from mmspeed.log import ProgressLine, format_bytes, progress
 from mmspeed.memory.planning.options import StepFigures
 from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tasks import Task, make_task
-from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, figures_of_ranks, shape_figures
+from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, KnownEnds, figures_of_ranks, shape_figures
 from mmspeed.pipelines.tuning.stage_work import MicroBatchWork, NodeWork, PassWork, Sent, micro_batch_work
 from mmspeed.pipelines.tuning.step_time import rates
 from mmspeed.plan.overlap import Exposed, Node, StageNodes, exposed, step_of
@@ -180,7 +180,8 @@ class PipelinePlanner:
             self.task.domain.open_without_data()
         self._works: dict[tuple[object, int], MicroBatchWork] = {}
         self._bounds: dict[tuple[int, int, bool], Sequence[range]] = {}
-        self._figures: dict[tuple[object, int], StepFigures] = {}
+        self._figures: dict[tuple[object, ...], StepFigures] = {}
+        self._ends: dict[tuple[int, bool, tuple[range, ...]], KnownEnds] = {}
         self._ranks: dict[tuple[Pipeline, tuple[range, ...]], tuple[StepFigures, ...]] = {}
 
     def size(self, parallel: ParallelConfig) -> MicroBatchSize:
@@ -221,18 +222,23 @@ class PipelinePlanner:
         shares = tuple(one / sum(each) for one in each)
         return PlannedStep(parallel, size, bounds, shown.step if shown else step_of(*given), shares, shown, series)
 
+    def know(self, step: PlannedStep, alone: StepFigures) -> None:
+        """Take the memory of a device that computes all by itself (`shape_figures`) as known, for schedules like that of a step."""
+        self._figures[_kind(step)] = alone
+
     def figures(self, step: PlannedStep) -> tuple[StepFigures, ...]:
         """The memory of each rank, estimated from shapes."""
-        config, size = self.config.model_copy(update={"parallel": step.parallel}), step.size
-        if (size.shape, size.items) not in self._figures:
-            self._figures[size.shape, size.items] = shape_figures(
-                config, self.task, size, DeviceSpeeds(), with_swap=False, options=False
-            )
-        key = step.pipeline, tuple(step.bounds)
-        if key not in self._ranks:
-            alone = self._figures[size.shape, size.items]
-            self._ranks[key] = figures_of_ranks(alone, config, self.task, size, self.devices)
-        return self._ranks[key]
+        key, kind, bounds = step.pipeline, _kind(step), tuple(step.bounds)
+        if (key, bounds) not in self._ranks:
+            config, size = self.config.model_copy(update={"parallel": step.parallel}), step.size
+            if kind not in self._figures:
+                self._figures[kind] = shape_figures(
+                    config, self.task, size, DeviceSpeeds(), with_swap=False, options=False
+                )
+            known = self._ends.setdefault((key.ranks, key.folded, bounds), {})
+            alone = self._figures[kind]
+            self._ranks[key, bounds] = figures_of_ranks(alone, config, self.task, size, self.devices, known)
+        return self._ranks[key, bounds]
 
     def memory(self, step: PlannedStep) -> list[int]:
         """Bytes of each rank at its peak."""
@@ -266,10 +272,14 @@ class PipelinePlanner:
             for pp, virtual, schedule, more in every
         )
 
+    def schedules(self, own: ParallelConfig) -> list[ParallelConfig]:
+        """The layouts with the schedules that the stages of a layout can have."""
+        more = own.extra_warmup
+        return self._fitting({"schedule": each, "extra_warmup": more and each in _PLAIN} for each in SCHEDULES)
+
     def schedule_lines(self, own: PlannedStep) -> list[str]:
         """A table of the schedules that the stages of a step can have; none where there is no other than its own."""
-        more = own.parallel.extra_warmup
-        layouts = self._fitting({"schedule": each, "extra_warmup": more and each in _PLAIN} for each in SCHEDULES)
+        layouts = self.schedules(own.parallel)
         if len(layouts) == 1:
             return []
         usual = _PLAIN[own.parallel.virtual > 1] if own.parallel.schedule == "auto" else own.parallel.schedule
@@ -293,10 +303,7 @@ class PipelinePlanner:
         lines.append(
             "  waits: of the busiest rank; weights: with their gradients and the optimizer's states; activations: the rest"
         )
-        if self.config.train.compile is True and any(each.weights_wait for each in layouts):
-            waiting = ", ".join(each.schedule for each in layouts if each.weights_wait)
-            lines.append(f"  {waiting}: with train.compile=false alone")
-        return lines
+        return lines + _compiles(self.config, layouts)
 
     def search(self, limit: int) -> list[tuple[PlannedStep, int]]:
         """The fastest steps of all candidates that fit, with the bytes of their fullest ranks; fastest first."""
@@ -310,10 +317,38 @@ class PipelinePlanner:
         return found
 
 
+def _kind(step: PlannedStep) -> tuple[object, ...]:
+    """What the memory of a device that computes all by itself depends on."""
+    return step.size.shape, step.size.items, step.pipeline.weights_wait, step.pipeline.splits
+
+
+def _compiles(config: RunConfig, layouts: Iterable[ParallelConfig]) -> list[str]:
+    """A line on schedules that do not go with the config's `train.compile`."""
+    named = dict.fromkeys(each.schedule for each in layouts if each.weights_wait and config.train.compile is True)
+    return [f"  {', '.join(named)}: only with train.compile=false"] if named else []
+
+
 def _least(parallel: ParallelConfig) -> int:
     """The fewest devices of a layout."""
     stage = math.lcm(parallel.group * max(1, parallel.dp_shard), parallel.expert_devices)
     return parallel.pp * parallel.replicas * stage
+
+
+def pipeline_lines(config: RunConfig, task: Task, world: int, alone: StepFigures | None = None) -> list[str]:
+    """The lines of `mmspeed check` on the step of a pipeline. task: open. alone: the memory of one device, where it is known."""
+    given = Rates.of(config, None, None, None)
+    try:
+        planner = PipelinePlanner(config, given, world, task=task)
+        step = planner.step(config.parallel, explain=True)
+        if alone is not None:
+            planner.know(step, alone)
+        return [
+            f"a step of the pipeline: {seconds_shown(step.simulated.step)}, counted at {given.words} (mmspeed plan --pipeline)",
+            *step.exposed_lines(),
+            *planner.schedule_lines(step),
+        ]
+    except UserError as error:
+        return [f"a step of the pipeline: not counted: {error}"]
 
 
 def plan_lines(
@@ -354,6 +389,7 @@ def plan_lines(
             f"  {seconds_shown(one.simulated.step):>8} {one.simulated.idle:>6.1%} {format_bytes(most):>9}  {one.keys}"
             for one, most in found
         ]
+        lines += _compiles(config, (one.parallel for one, _ in found))
     if drawing is not None and step is not None:
         spans = step.simulated.spans
         write_text(drawing, pipeline_svg(spans, width=max(WIDTH, BAR * max(map(len, spans)))))

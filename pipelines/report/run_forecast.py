@@ -10,6 +10,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds
 from mmspeed.parallel import check_division
+from mmspeed.pipelines.report.pipeline_plan import pipeline_lines
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_estimate import MemoryPlan, plan_memory
 from mmspeed.pipelines.tuning.step_time import StepTime, UnmeasuredError, measure_step, rates
@@ -56,6 +57,8 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
         some = "" if measured.items == step.items else " with one item"
         lines = [f"memory {of}: {format_bytes(measured.peak)}, measured here{some}"]
     lines.append(f"time {of}: {time}")
+    if parallel.pp > 1:
+        lines += pipeline_lines(config, task, world, None if plan is None else plan.alone)
     lines += [_training(config, task, work, measured) for work in works]
     return [*lines, *(f"warning: {warning}" for warning in _cautions(config, task, works, plan, measured))]
 
