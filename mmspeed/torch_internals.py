@@ -353,7 +353,7 @@ class PipelineCalls(Protocol):
         """Called after the gradients of weights that a pass left; `last`: there are no more of the stage."""
         ...
 
-    def together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+    def together(self, ahead: int, behind: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Run the passes of a pair."""
         ...
 
@@ -453,7 +453,7 @@ class PipelineActions:
             if number - 1 in stages:
                 stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
 
-        self._calls.together(forward, backward)
+        self._calls.together(at[0], behind[0], forward, backward)
 
 
 def _torch_table(table: Sequence[Sequence[Any]]) -> dict[int, list[Any]]:

@@ -106,8 +106,8 @@ def pipeline_lines(config: RunConfig, rows: list[dict[str, Any]]) -> list[str]:
         "if stages are equal and backward takes twice as long as forward:",
         *picture(reckoned(pipeline, batches)),
         "digits: forward of a micro-batch, letters: backward, dots: waiting",
-        f"measured in the last step, of {last['seconds']:.3f} s: it stands still for {last['bubble']:.0%}, and exchanges between stages add "
-        f"{last['exposed']:.0%}; a process waits, in seconds ({each}); the report draws it",
+        f"measured in the last step, of {last['seconds']:.3f} s: it stands still for {last['bubble']:.0%}, and exposed exchanges add seconds: "
+        f"{', '.join(f'{kind} {seconds:.3f}' for kind, seconds in last['exposed'].items())}; a process waits, in seconds ({each}); the report draws it",
     ]
     if pipeline.overlaps:
         lines.append(exposed_line(pipeline, batches, EXCHANGE))

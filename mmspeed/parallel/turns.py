@@ -2,22 +2,22 @@
 
 A pass runs from one exchange to the next: these stretches are the nodes of DualPipe (DeepSeek-AI 2024), found where exchanges are, so that no
 model is cut. While the messages of one pass travel, the other computes; weights' gradients that the backward pass left fill what remains.
-Only one of both runs at any time, with generators of its own, and all processes switch at the same places, so that exchanges are issued in the same order everywhere.
+Only one of both runs at any time, with generators of its own, and all processes switch at the same places, so that exchanges are issued in
+the same order everywhere.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from queue import SimpleQueue
 
 import torch
 
-from mmspeed.comm import Ledger
-
-FORWARD, BACKWARD = 0, 1
+from mmspeed.plan.overlap import BACKWARD, FORWARD, Order
 
 
 class _EndedError(BaseException):
@@ -25,16 +25,13 @@ class _EndedError(BaseException):
 
 
 class Turns:
-    """Runs pairs of passes on one process.
+    """Runs pairs of passes on one process."""
 
-    ledger: of the axes whose exchanges give way. fill: called in the backward pass before it waits. ahead: nodes that the forward pass
-    computes before the backward pass begins; negative: the other way round. A backward pass begins with an exchange, so it comes first.
-    """
-
-    def __init__(self, ledger: Ledger, device: torch.device, fill: Callable[[], None], ahead: int = -1) -> None:
-        self.ledger, self.device, self.fill, self.ahead = ledger, device, fill, ahead
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._turn = threading.Condition()
-        self._now, self._lead, self._ended = FORWARD, 0, [True, True]
+        self._now, self._ended = FORWARD, [True, True]
+        self._order: Iterator[int] = iter(())
         self._errors: list[BaseException] = []  # of this pair, the cause first
         self._draws: list[Callable[[], None]] = []  # what the generators of each pass are set to
         self._runs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -42,23 +39,43 @@ class Turns:
         threading.Thread(target=_run_each, args=(self._runs,), name="backward", daemon=True).start()
         weakref.finalize(self, self._runs.put, None)
 
-    def both(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Run a pair. Raises what one of them raises, once the other has ended."""
-        first = FORWARD if self.ahead >= 0 else BACKWARD
-        self._now, self._lead, self._ended, self._errors = first, max(1, abs(self.ahead)) - 1, [False, False], []
-        before, self.ledger.gives_way = self.ledger.gives_way, self._give
+    def both(self, forward: Callable[[], None], backward: Callable[[], None], order: Order | None = None) -> None:
+        """Run a pair. Raises what one of them raises, once the other has ended.
+
+        order: by node, the side that computes its next one; None: sides alternate. The backward pass comes first, since it begins with an
+        exchange. A side whose other one has ended goes on by itself.
+        """
+        self._order = iter(order) if order else itertools.cycle((BACKWARD, FORWARD))
+        self._now, self._ended, self._errors = next(self._order), [False, False], []
         context, self._draws = copy_context(), [_generators(self.device)] * 2
-        try:
-            self._runs.put(lambda: context.run(self._side, BACKWARD, backward))
-            self._side(FORWARD, forward)
-            with self._turn:
-                self._turn.wait_for(lambda: all(self._ended))
-        finally:
-            self.ledger.gives_way = before
+        self._runs.put(lambda: context.run(self._side, BACKWARD, backward))
+        self._side(FORWARD, forward)
+        with self._turn:
+            self._turn.wait_for(lambda: all(self._ended))
         self._draws[FORWARD]()
         if self._errors:
             del self._errors[1:]  # it holds tensors
             raise self._errors.pop()
+
+    def give(self) -> int | None:
+        """Let the other pass of a pair go on up to its own exchange, where it is its turn.
+
+        Returns the side that gives way; None where no pair runs.
+        """
+        if all(self._ended):
+            return None
+        if self._errors:
+            raise _EndedError
+        side = self._now
+        turn = next(self._order, side)
+        if turn != side and not self._ended[turn]:
+            draws = _generators(self.device)
+            with self._turn:
+                self._now = turn
+                self._turn.notify_all()
+            self._wait(side)
+            draws()
+        return side
 
     def _side(self, side: int, run: Callable[[], None]) -> None:
         try:
@@ -74,23 +91,6 @@ class Turns:
             with self._turn:
                 self._ended[side], self._now = True, 1 - side
                 self._turn.notify_all()
-
-    def _give(self) -> None:
-        """Let the other pass go on up to its own exchange."""
-        side = self._now
-        if self._errors:
-            raise _EndedError
-        if self._lead > 0:
-            self._lead -= 1
-        elif not self._ended[1 - side]:
-            draws = _generators(self.device)
-            with self._turn:
-                self._now = 1 - side
-                self._turn.notify_all()
-            self._wait(side)
-            draws()
-        if side == BACKWARD:
-            self.fill()
 
     def _wait(self, side: int) -> None:
         with self._turn:

@@ -6,16 +6,16 @@ A node is what a pass computes from one exchange to the next. One lane computes,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .schedules import Action, Pair, Pipeline
+from .schedules import Action, Pair, Pipeline, Table
 from .simulate import Simulated, simulate
 
 NO_TIME = 1e-9  # of an exchange, at which passes still take turns
 FORWARD, BACKWARD = 0, 1  # the sides of a pair
-WIDTH = 4  # partial orders that a search keeps of each length
+WIDTH = 8  # partial orders that a search keeps of each length
 Order = tuple[int, ...]  # by node: the side that computes its next one
 
 
@@ -142,6 +142,48 @@ def _rank(pair: _Underway) -> tuple[float, float, float]:
     return pair.clock + pair.left, pair.lane, sum(pair.comes)
 
 
+class PairOrder(NamedTuple):
+    """The order of a pair of stages. seconds: of the pair as simulated; alternating: where its passes alternate. nodes: B and F in order."""
+
+    forward: int
+    backward: int
+    nodes: str
+    seconds: float
+    alternating: float
+
+    @property
+    def order(self) -> Order:
+        """By node, the side that computes its next one."""
+        return tuple(map("FB".index, self.nodes))
+
+
+def orders(table: Table, nodes: Mapping[int, StageNodes], carries: bool) -> list[PairOrder]:
+    """The best orders of a table's pairs whose nodes are known, by stage."""
+    found = []
+    pairs = {(pair.forward.stage, pair.backward.stage) for row in table for pair in row if isinstance(pair, Pair)}
+    for ahead, behind in sorted(pairs):
+        if ahead in nodes and behind in nodes:
+            both = StageNodes(nodes[ahead].forward, nodes[behind].backward)
+            seconds, order = best_order(both, carries)
+            words = "".join("FB"[side] for side in order)
+            found.append(PairOrder(ahead, behind, words, round(seconds, 7), round(paired(both, None, carries), 7)))
+    return found
+
+
+def drifted(before: Mapping[int, StageNodes], now: Mapping[int, StageNodes], by: float = 0.1) -> bool:
+    """True where a pass of a stage computes, or exchanges, for a time that is more than `by` of it away from that before."""
+
+    def sums(nodes: Mapping[int, StageNodes]) -> dict[tuple[int, int, int], float]:
+        each = {(stage, side): of_side for stage, both in nodes.items() for side, of_side in enumerate(both)}
+        computed = {(*key, 0): sum(node.compute + node.weights for node in of_side) for key, of_side in each.items()}
+        return computed | {
+            (*key, len(of_side)): sum(node.exchange for node in of_side) for key, of_side in each.items()
+        }
+
+    old, new = sums(before), sums(now)
+    return old.keys() != new.keys() or any(abs(new[key] - value) > by * value for key, value in old.items())
+
+
 def step_of(
     pipeline: Pipeline, batches: int, stages: Sequence[StageNodes], message: float = 0.0, series: bool = False
 ) -> Simulated:
@@ -149,7 +191,7 @@ def step_of(
 
     A pass by itself waits for its exchanges; where gradients of weights are carried, they are computed there.
     """
-    carries, pairs = pipeline.overlaps and not pipeline.splits, dict[StageNodes, float]()
+    carries, pairs = pipeline.carries, dict[StageNodes, float]()
 
     def seconds(action: Action) -> float:
         own = stages[action.stage]

@@ -92,6 +92,11 @@ class Pipeline:
         return self.schedule in ("dualpipe_v", "overlap")
 
     @property
+    def carries(self) -> bool:
+        """True where the gradients of weights that a pass leaves behind its last exchange are computed in the first one of the next pass."""
+        return self.overlaps and not self.splits
+
+    @property
     def folded(self) -> bool:
         """True where stages go to the last rank and come back (V), so that the first rank also holds the last stage."""
         return self.schedule in FOLDED

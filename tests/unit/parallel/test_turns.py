@@ -1,4 +1,4 @@
-"""Two passes that take turns: what is raised in one of them and what that does to the other, and what they draw."""
+"""Two passes that take turns: the order of their nodes, what is raised in one of them and what that does to the other, and what they draw."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mmspeed.comm import Ledger
 from mmspeed.parallel.turns import Turns
+from mmspeed.plan.overlap import BACKWARD, FORWARD, Order
 
 EXCHANGES = 3
 
 
 class Exchanging(Turns):
-    """Turns of passes whose exchanges take no time."""
+    """Turns of passes whose exchanges take no time, in an order."""
 
-    def __init__(self, ahead: int = 0) -> None:
-        super().__init__(Ledger(), torch.device("cpu"), lambda: None, ahead)
+    def __init__(self, order: str = "") -> None:
+        super().__init__(torch.device("cpu"))
+        self.order: Order | None = tuple(map("FB".index, order)) or None
 
-    def exchange(self) -> None:
-        if self.ledger.gives_way is not None:
-            self.ledger.gives_way()
+    def both(self, forward: Callable[[], None], backward: Callable[[], None], order: Order | None = None) -> None:
+        super().both(forward, backward, order or self.order)
 
     def run(self, reached: list[int], at: int = 0, fails: Callable[[], object] = int) -> Callable[[], None]:
         """A pass that notes where it is, and may fail somewhere."""
@@ -41,9 +41,48 @@ class Exchanging(Turns):
                 reached.append(place)
                 if place == at:
                     fails()
-                self.exchange()
+                self.give()
 
         return run
+
+
+def nodes_run(turns: Turns, counts: tuple[int, int], order: Order | None, fails: tuple[int, int] | None = None) -> str:
+    """The nodes of a pair in the order in which they ran: passes of so many nodes, with an exchange behind each but the last."""
+    ran: list[str] = []
+
+    def side(number: int) -> Callable[[], None]:
+        def run() -> None:
+            for place in range(counts[number]):
+                ran.append("FB"[number])
+                if (number, place) == fails:
+                    raise ValueError(f"node {place}")
+                if place < counts[number] - 1:
+                    assert turns.give() == number
+
+        return run
+
+    turns.both(side(FORWARD), side(BACKWARD), order)
+    return "".join(ran)
+
+
+@pytest.mark.parametrize(
+    "counts, order, ran",
+    [
+        ((3, 3), None, "BFBFBF"),
+        ((2, 4), None, "BFBFBB"),
+        ((2, 4), "BBBFBF", "BBBFBF"),
+        ((3, 3), "FFBBFB", "FFBBFB"),
+        ((3, 3), "FFFBBB", "FFFBBB"),
+        ((3, 2), "BFBF", "BFBFF"),  # more nodes than the order knows
+        ((2, 2), "BBBBFF", "BBFF"),  # fewer
+        ((1, 1), None, "BF"),
+    ],
+)
+def test_nodes_run_in_order(counts: tuple[int, int], order: str | None, ran: str) -> None:
+    turns = Turns(torch.device("cpu"))
+    for _ in range(3):
+        assert nodes_run(turns, counts, None if order is None else tuple(map("FB".index, order))) == ran
+    assert turns.give() is None  # no pair runs
 
 
 def raiser(kind: type[BaseException]) -> Callable[[], None]:
@@ -53,13 +92,13 @@ def raiser(kind: type[BaseException]) -> Callable[[], None]:
     return fail
 
 
-AHEAD = pytest.mark.parametrize("ahead", [-2, -1, 0, 2])
+ORDERS = pytest.mark.parametrize("order", ["", "BBFBFB", "FBFBFBFB", "FFBBFFBB"])
 
 
-@AHEAD
+@ORDERS
 @pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
-def test_a_pass_that_fails_ends_the_other_and_is_told_alone(ahead: int, kind: type[BaseException]) -> None:
-    before, turns = threading.active_count(), Exchanging(ahead)
+def test_a_pass_that_fails_ends_the_other_and_is_told_alone(order: str, kind: type[BaseException]) -> None:
+    before, turns = threading.active_count(), Exchanging(order)
     for at in range(EXCHANGES + 1):
         for failing in range(2):
             reached: list[list[int]] = [[], []]
@@ -93,27 +132,27 @@ def test_ctrl_c_ends_the_pass_that_has_the_turn_at_its_next_exchange() -> None:
     turns.both(turns.run(reached), turns.run(reached))
 
 
-def drawn(ahead: int | None) -> list[Tensor]:
+def drawn(order: str | None) -> list[Tensor]:
     """What a forward pass draws beside a backward pass that draws again, what is drawn behind both, and the gradients; None: one by one.
 
     As with `memory.exchange_again`, the backward pass makes exchanges of a recomputed region again, in the midst of its dropouts.
     """
     torch.manual_seed(0)
-    turns, draws, x = Exchanging(ahead or 0), list[Tensor](), torch.ones(50, requires_grad=True)
+    turns, draws, x = Exchanging(order or ""), list[Tensor](), torch.ones(50, requires_grad=True)
 
     def region(x: Tensor) -> Tensor:
         for _ in range(EXCHANGES):
             x = F.dropout(x.sin())
-            turns.exchange()
+            turns.give()
         return x.sin()
 
     def forward() -> None:
         for _ in range(EXCHANGES):
             draws.append(torch.rand(2))
-            turns.exchange()
+            turns.give()
 
     loss = checkpoint(region, x, use_reentrant=False).sum()
-    if ahead is None:
+    if order is None:
         forward()
         loss.backward()
     else:
@@ -122,14 +161,13 @@ def drawn(ahead: int | None) -> list[Tensor]:
     return [*draws, torch.rand(2), x.grad]
 
 
-@AHEAD
-def test_each_pass_draws_what_it_draws_alone(ahead: int) -> None:
-    assert all(map(torch.equal, drawn(ahead), drawn(None)))
+@ORDERS
+def test_each_pass_draws_what_it_draws_alone(order: str) -> None:
+    assert all(map(torch.equal, drawn(order), drawn(None)))
 
 
 STUCK = """
 import os, signal, threading, time, torch
-from mmspeed.comm import Ledger
 from mmspeed.parallel.turns import Turns
 
 def waits():
@@ -137,7 +175,7 @@ def waits():
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
     time.sleep(1000)
 
-Turns(Ledger(), torch.device("cpu"), int).both(int, waits)
+Turns(torch.device("cpu")).both(int, waits)
 """
 
 
