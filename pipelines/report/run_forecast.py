@@ -10,6 +10,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds
 from mmspeed.parallel import check_division
+from mmspeed.parallel.stage_weights import check_waiting
 from mmspeed.pipelines.report.pipeline_plan import pipeline_lines
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_estimate import MemoryPlan, plan_memory
@@ -34,6 +35,7 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
     for world in worlds if parallel.divides_models else ():
         for model in task.domain.outlines().values():
             check_division(model, parallel, world)
+    few = [check_waiting(model, parallel) for model in task.domain.outlines().values()] if parallel.weights_wait else []
     world = worlds[0]
     place = RunPlace(Device("cpu", 0), world=world, dealt=parallel.dealt(world), groups=parallel.groups(world))
     step, plan, measured, unknown = task.domain.largest_micro_batch(place), None, None, ""
@@ -60,7 +62,8 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
     if parallel.pp > 1:
         lines += pipeline_lines(config, task, world, None if plan is None else plan.alone)
     lines += [_training(config, task, work, measured) for work in works]
-    return [*lines, *(f"warning: {warning}" for warning in _cautions(config, task, works, plan, measured))]
+    cautions = [*filter(None, few), *_cautions(config, task, works, plan, measured)]
+    return [*lines, *(f"warning: {warning}" for warning in cautions)]
 
 
 def _training(config: RunConfig, task: Task, work: RunWork, measured: StepTime | None) -> str:
@@ -99,10 +102,14 @@ def _cautions(
     """Sentences about pipelines that stand still, many epochs, and heads whose width attention kernels pad."""
     found, pipeline = list[str](), Pipeline.of(config.parallel)
     for work in works if pipeline.ranks > 1 else ():
-        if (idle := _standstill(config, work)) > MOST_STANDSTILL:
+        idle, short = _standstill(config, work), work.micro_batches < pipeline.least
+        if idle > MOST_STANDSTILL or short:
             count = f"{work.micro_batches:.1f}".removesuffix(".0")
+            fills = (
+                f", fewer than the {pipeline.least} that fill parallel.schedule {pipeline.schedule}" if short else ""
+            )
             found.append(
-                f"a step on {work.world:,} devices has {count} micro-batch{'es'[: 2 * (count != '1')]}, and parallel.pp {pipeline.ranks} stands "
+                f"a step on {work.world:,} devices has {count} micro-batch{'es'[: 2 * (count != '1')]}{fills}, and parallel.pp {pipeline.ranks} stands "
                 f"still for {idle:.0%} of it: lower train.micro_batch_size, or make steps larger, up to {4 * pipeline.ranks} micro-batches"
             )
     if works and (epochs := works[0].epochs) > MANY_EPOCHS:

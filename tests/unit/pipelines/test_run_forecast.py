@@ -77,6 +77,12 @@ def test_a_pipeline_that_stands_still_is_warned_of(tmp_path: Path, micro_batches
         for line in warned
     ] == [True] * bool(count)
     assert not any("stands still" in line for line in forecast(config_of(tmp_path), world=2))
+    folded = config_of(tmp_path, "parallel.pp=2", "parallel.virtual=2", "parallel.schedule=dualpipe_v", "model.depth=4")
+    for micro_batches, short in ((3, True), (4, False)):
+        words = (
+            f"{micro_batches} micro-batches, fewer than the 4 that fill parallel.schedule dualpipe_v, and parallel.pp 2"
+        )
+        assert any(words in line for line in forecast(folded, world=2, micro_batches=micro_batches)) == short
 
 
 def test_memory_goes_by_the_policies_of_the_config(tmp_path: Path) -> None:
