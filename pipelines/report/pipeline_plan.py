@@ -84,8 +84,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of a layout. shares: of each rank in the work of all. exposed: what exchanges add; None: not asked. series: the same of passes
-    that do not overlap; None: there are no others."""
+    """A step of a layout. shares: of each rank in the work of all.
+
+    exposed: what exchanges add; None: not asked. series: the same if the passes of pairs ran one after another; None: there are no pairs.
+    """
 
     parallel: ParallelConfig
     size: MicroBatchSize
@@ -179,7 +181,7 @@ class PipelinePlanner:
         if task is None:
             self.task.domain.open_without_data()
         self._works: dict[tuple[object, int], MicroBatchWork] = {}
-        self._bounds: dict[tuple[int, int, bool], Sequence[range]] = {}
+        self._bounds: dict[tuple[int, int, bool, tuple[int, ...]], Sequence[range]] = {}
         self._figures: dict[tuple[object, ...], StepFigures] = {}
         self._ends: dict[tuple[int, bool, tuple[range, ...]], KnownEnds] = {}
         self._ranks: dict[tuple[Pipeline, tuple[range, ...]], tuple[StepFigures, ...]] = {}
@@ -201,7 +203,7 @@ class PipelinePlanner:
 
     def bounds(self, parallel: ParallelConfig) -> Sequence[range]:
         """The blocks of each stage, as a run divides them. Raises UserError for more stages than blocks."""
-        key = parallel.pp, parallel.virtual, parallel.folded
+        key = parallel.pp, parallel.virtual, parallel.folded, tuple(parallel.stages or ())
         if key not in self._bounds:
             bare = self.task.build()[self.task.updates()[0].role]
             self._bounds[key] = self.task.cut(bare, parallel, None, rank=0).bounds

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-
 from mmspeed.device import Device
 from mmspeed.pipelines.report.pipeline_plan import PipelinePlanner, Rates
 from mmspeed.pipelines.tasks import make_task
@@ -45,4 +44,4 @@ def exchanges(folder: str) -> dict[str, tuple[int, int]]:
 def test_a_run_exchanges_as_often_as_planned(tmp_path: Path) -> None:
     for rank in run_ranks(exchanges, 2, str(tmp_path)):
         assert all(run == planned > 0 for run, planned in rank.values()), rank
-        assert len({run for run, _ in rank.values()}) == 3
+        assert rank["exchanged again"] > rank["kept"]

@@ -154,7 +154,6 @@ def test_the_search_finds_the_best_of_all_that_fit(tmp_path: Path) -> None:
 def test_equal_stages_stand_still_as_reckoned(tmp_path: Path) -> None:
     plan = planner(written(tmp_path), "parallel.pp=4", "parallel.virtual=2")
     size = plan.size(plan.config.parallel)
-    work = plan.work(size)
     half = PassWork((NodeWork(1.0),), (NodeWork(1.0, 1.0),))
     plan._works[size.shape, size.items] = MicroBatchWork((half,) * 8, PassWork(), PassWork(), 0)
     step = plan.step(plan.config.parallel)
