@@ -179,7 +179,7 @@ class ParallelConfig(Section):
         if self.weights_wait and self.balance.copies:
             raise ValueError(
                 f"schedule {self.schedule} computes gradients of weights later than those of inputs, and balance.copies lends weights for "
-                "one pass: leave copies out, or set schedule interleaved"
+                f"one pass: leave copies out, or set schedule {self.schedule_in_one}"
             )
         if self.stages is not None:
             count = self.pp * self.virtual
@@ -255,6 +255,11 @@ class ParallelConfig(Section):
     def weights_wait(self) -> bool:
         """True where a pipeline computes the gradients of weights later than those of inputs."""
         return self.schedule not in ("auto", "1f1b", "interleaved")
+
+    @property
+    def schedule_in_one(self) -> ScheduleName:
+        """The schedule of as many stages a device whose backward passes give the gradients of inputs and weights together."""
+        return "1f1b" if self.virtual == 1 else "interleaved"
 
     @property
     def folded(self) -> bool:

@@ -180,7 +180,7 @@ class RunConfig(Section):
         if parallel.weights_wait and train.compile is True:
             raise ValueError(
                 f"parallel.schedule {parallel.schedule} computes gradients of weights later than those of inputs, and train.compile makes one "
-                "graph of both: leave one of them out"
+                f"graph of both: set train.compile: false, or parallel.schedule {parallel.schedule_in_one}"
             )
         if parallel.schedule == "overlap" and max(parallel.group, parallel.expert_devices) == 1:
             raise ValueError(

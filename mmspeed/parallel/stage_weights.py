@@ -53,7 +53,7 @@ def check_waiting(model: nn.Module, parallel: ParallelConfig) -> str | None:
     trained = [(m, p) for m in modules for p in m.parameters(recurse=False) if p.requires_grad]
     waiting = sum(p.numel() for m, p in trained if p.ndim > 1 and _leaving(m) is not None)
     share = waiting / max(1, sum(p.numel() for _, p in trained))
-    other = "1f1b" if parallel.virtual == 1 else "interleaved"
+    other = parallel.schedule_in_one
     if not share:
         raise UserError(
             f"parallel.schedule {parallel.schedule}: nothing that trains in the blocks of {type(model).__name__} is a linear layer whose "

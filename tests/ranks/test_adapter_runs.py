@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmspeed.__main__ import main
+from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.load import latest, load, open_checkpoint
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState
 from mmspeed.loop.checkpoint.storage import FROZEN
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "tp": (2, (FSDP, "parallel.tp=2"), ()),
     "pipeline": (2, ("parallel.pp=2", "train.micro_batch_size=1"), ()),
     "pipeline of shards": (4, (FSDP, "parallel.pp=2", "train.micro_batch_size=1"), ()),
+    "zero bubble": (2, ("parallel.pp=2", "parallel.schedule=zb_h1", "train.micro_batch_size=1"), ()),
     "sparse": (2, (FSDP,), (SPARSE,)),
     "sparse, ulysses": (2, (FSDP, "parallel.ulysses=2"), (SPARSE,)),
     "base on the host": (2, (FSDP, "model.base.place=host"), ()),
@@ -156,6 +158,20 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(home: Path, name: str) -> Non
     assert not differing(parts, whole)
     kinds = {key.partition(".")[0] for key in whole}
     assert kinds == {"model", "ema", "optimizer"}
+
+
+def refused(folder: Path) -> str:
+    """Why adapters of the first block alone are not divided into stages."""
+    keys = "parallel.pp=2", "train.micro_batch_size=1", "model.adapter.targets=[blocks.0.attn1.to_q]"
+    with pytest.raises(UserError) as caught:
+        TrainPipeline(adapted(folder, "refused", *keys)).run()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_stage_of_which_nothing_trains_is_refused(home: Path) -> None:
+    for words in run_ranks(refused, 2, home):
+        assert words.startswith("parallel.pp: nothing trains in the blocks of process 1: let some of each stage")
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:

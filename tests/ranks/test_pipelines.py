@@ -25,10 +25,13 @@ __all__ = ["home"]  # a fixture
             "whole models",
         ),
         (("parallel.pp=2", "parallel.virtual=2", "parallel.schedule=overlap"), "nothing travels there"),
-        (("parallel.pp=2", "parallel.schedule=zb_h1", "train.compile=true"), "one graph of both"),
+        (
+            ("parallel.pp=2", "parallel.schedule=zb_h1", "train.compile=true"),
+            "one graph of both: set train.compile: false, or parallel.schedule 1f1b",
+        ),
         (
             ("parallel.pp=2", "parallel.schedule=zb_h1", "parallel.ep=2", "parallel.balance.copies=1"),
-            "leave copies out",
+            "leave copies out, or set schedule 1f1b",
         ),
     ],
 )
