@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from .schedules import Action, Pair, Pipeline, Table
@@ -115,6 +116,7 @@ def alone(backward: Sequence[Node]) -> float:
     return paired(StageNodes((), tuple(backward)))
 
 
+@lru_cache(256)
 def best_order(nodes: StageNodes, carries: bool = True) -> tuple[float, Order]:
     """The least seconds of a pair that a search over orders of its nodes finds, and the order; passes alternate where none is better.
 

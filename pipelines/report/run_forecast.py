@@ -59,7 +59,7 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
         some = "" if measured.items == step.items else " with one item"
         lines = [f"memory {of}: {format_bytes(measured.peak)}, measured here{some}"]
     lines.append(f"time {of}: {time}")
-    if parallel.pp > 1:
+    if Pipeline.of(parallel).ranks > 1:
         lines += pipeline_lines(config, task, world, None if plan is None else plan.alone)
     lines += [_training(config, task, work, measured) for work in works]
     cautions = [*filter(None, few), *_cautions(config, task, works, plan, measured)]

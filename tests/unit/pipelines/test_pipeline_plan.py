@@ -99,9 +99,9 @@ def test_nodes_of_a_block_of_experts(tmp_path: Path) -> None:
         sum(getattr(node, part) for node in (back, behind)) for part in ("operations", "weights")
     )
     _, again = nodes("parallel.ep=2", "memory.activation_policy={block: recompute}", "memory.exchange_again=true")
-    assert [bool(node.sent) for node in again] == [True, True, True, False] and again[0].sent == attention.sent
-    assert sum(node.weights for node in again) == whole_back.weights
-    assert again[0].operations == attention.operations
+    assert [bool(node.sent) for node in again] == [True, True, True, True, False]
+    assert [node.operations for node in again[:2]] == [attention.operations, experts.operations]
+    assert again[3:] == (back, behind)
 
 
 def test_the_command_prints_and_draws_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,11 +127,9 @@ def test_what_each_schedule_gains_and_keeps(tmp_path: Path, capsys: pytest.Captu
     assert len(added) == 2 and added[0] < 0.5 * added[1]
     table = dict(re.findall(r"^  (\w+) +[\d.]+ [mu]?s +[\d.]+% +(.*B)(?:  that of the config)?$", out, re.MULTILINE))
     assert set(table) == {"interleaved", "zbv", "dualpipe_v", "overlap"} and out.count("that of the config") == 1
-    plan = planner(path, *keys)
-    steps = {each.schedule: plan.step(each) for each in plan.schedules(plan.config.parallel)}
-    for schedule, words in table.items():
-        weights, activations = (float(each) for each in re.findall(r"([\d.]+) MB", words))
-        assert weights + activations == pytest.approx(max(plan.memory(steps[schedule])) / 1e6, abs=0.2), schedule
+    most = max(float(each) for each in re.findall(r"^ +\d +[\d.]+% .* ([\d.]+) MB  [\d, -]+$", out, re.MULTILINE))
+    (own,) = re.findall(r"([\d.]+) MB +([\d.]+) MB  that of the config", out)
+    assert sum(map(float, own)) == pytest.approx(most, abs=0.2)
     one = planner(path, "parallel.pp=2", "parallel.extra_warmup=true")
     assert [each.schedule for each in one.schedules(one.config.parallel)] == ["1f1b", "zb_h1"]
 
