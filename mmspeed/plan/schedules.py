@@ -92,6 +92,11 @@ class Pipeline:
         return self.schedule in ("dualpipe_v", "overlap")
 
     @property
+    def fills(self) -> bool:
+        """True where the gradients of weights wait for the next exchange, and have no passes of their own."""
+        return self.overlaps and not self.splits
+
+    @property
     def folded(self) -> bool:
         """True where stages go to the last rank and come back (V), so that the first rank also holds the last stage."""
         return self.schedule in FOLDED
