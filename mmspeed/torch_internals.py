@@ -24,14 +24,14 @@ from torch._compile import (
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "disable_dynamo", "is_traceable_wrapper_subclass"]
-__all__ += ["tree_leaves", "tree_map_only"]
+__all__ += ["tree_flatten", "tree_leaves", "tree_map_only"]
 
 # ---- tensors and storages
 
@@ -356,7 +356,7 @@ class PipelineCalls(Protocol):
         """Called after the gradients of weights that a pass left; `last`: there are no more of the stage."""
         ...
 
-    def together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+    def together(self, ahead: int, behind: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Run the passes of a pair."""
         ...
 
@@ -456,7 +456,7 @@ class PipelineActions:
             if number - 1 in stages:
                 stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
 
-        self._calls.together(forward, counted_alike(backward))
+        self._calls.together(at[0], behind[0], forward, counted_alike(backward))
 
 
 def _torch_table(table: Sequence[Sequence[Any]]) -> dict[int, list[Any]]:

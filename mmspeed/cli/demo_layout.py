@@ -15,7 +15,7 @@ import yaml
 from mmspeed.config import RunConfig, make_config
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds, get_logger, read_metrics
-from mmspeed.plan.overlap import Part, exposed
+from mmspeed.plan.overlap import Part, exposed, nodes_of
 from mmspeed.plan.schedules import Pipeline
 from mmspeed.plan.simulate import picture, reckoned
 
@@ -106,8 +106,8 @@ def pipeline_lines(config: RunConfig, rows: list[dict[str, Any]]) -> list[str]:
         "if stages are equal and backward takes twice as long as forward:",
         *picture(reckoned(pipeline, batches)),
         "digits: forward of a micro-batch, letters: backward, dots: waiting",
-        f"measured in the last step, of {last['seconds']:.3f} s: it stands still for {last['bubble']:.0%}, and exchanges between stages add "
-        f"{last['exposed']:.0%}; a process waits, in seconds ({each}); the report draws it",
+        f"measured in the last step, of {last['seconds']:.3f} s: it stands still for {last['bubble']:.0%}, and exposed exchanges add seconds: "
+        f"{', '.join(f'{kind} {seconds:.3f}' for kind, seconds in last['exposed'].items())}; a process waits, in seconds ({each}); the report draws it",
     ]
     if pipeline.overlaps:
         lines.append(exposed_line(pipeline, batches, EXCHANGE))
@@ -116,9 +116,9 @@ def pipeline_lines(config: RunConfig, rows: list[dict[str, Any]]) -> list[str]:
 
 def exposed_line(pipeline: Pipeline, batches: int, exchange: float) -> str:
     """A line on the exchanges that a schedule with pairs hides, where each takes `exchange` times as long as attention, or as experts."""
-    parts = [Part(1.0, 1.0, 1.0, exchange)] * 2  # a block's attention and experts
+    stages = [nodes_of([Part(1.0, 1.0, 1.0, exchange)] * 2)] * pipeline.stages  # a block's attention and experts
     shares = {
-        schedule: exposed(replace(pipeline, schedule=schedule), batches, parts).share
+        schedule: exposed(replace(pipeline, schedule=schedule), batches, stages).share
         for schedule in ("interleaved", pipeline.schedule)
     }
     one, other = shares.values()

@@ -24,6 +24,7 @@ WAITED_AT = {
     "attention": (AxisName.DSP, AxisName.RING, AxisName.ULYSSES),
 }
 _PLACES = {axis.value: place for place, axes in WAITED_AT.items() for axis in axes}
+GivesWay = Callable[[str | None, Callable[[], None]], None]
 
 
 class Ledger:
@@ -33,8 +34,8 @@ class Ledger:
     the order of the message, "unpack" received parts into the order of the results; an exchange makes at most one on each side. `copied`
     are the bytes that these passes move; tensors that are in the right order already add none. `by_link` are the bytes sent by (kind, axis,
     link): "inner" to ranks of the same node, "outer" to those of other nodes (`Axis.nodes`). `waiting` makes a context of each wait for
-    messages, of its place (`WAITED_AT`); None: waits are not timed. `gives_way` is called before an exchange is waited for, while something
-    else may be computed.
+    messages, of its place (`WAITED_AT`); None: waits are not timed. `gives_way` is called with an exchange's place and the function that
+    waits for it, so that something else may be computed before; None: the exchange is just waited for.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class Ledger:
         self.copied: Counter[tuple[str, str, str]] = Counter()  # bytes, likewise
         self.by_link: Counter[tuple[str, str, Link]] = Counter()  # (kind, axis, link)
         self.waiting: Callable[[str], AbstractContextManager[object]] | None = None
-        self.gives_way: Callable[[], None] | None = None
+        self.gives_way: GivesWay | None = None
         self._watchers: list[tuple[frozenset[str], Ledger]] = []
 
     def add(
@@ -166,9 +167,14 @@ class Axis:
         """The places of the other ranks."""
         return [place for place in range(self.size) if place != self.rank]
 
+    @property
+    def place(self) -> str | None:
+        """What a wait for its messages is a wait at (`WAITED_AT`); None: one that is not timed."""
+        return _PLACES.get(self.name)
+
     def wait(self, works: Sequence[Any]) -> None:
         """Wait for messages in the order in which they were issued; on an accelerator the current stream waits, not the host."""
-        waiting, place = self.ledger.waiting, _PLACES.get(self.name)
+        waiting, place = self.ledger.waiting, self.place
         with nullcontext() if waiting is None or place is None else waiting(place):
             for work in works:
                 work.wait()

@@ -91,9 +91,10 @@ class PendingExchange:
             raise RuntimeError("a tensor was changed in place between start and finish of its exchange")
         underway, self._underway, self._watched = self._underway, None, []
         gives_way = underway.axis.ledger.gives_way
-        if gives_way is not None and not underway.short:
-            gives_way()
-        underway.wait()
+        if gives_way is None or underway.short:
+            underway.wait()
+        else:
+            gives_way(underway.axis.place, underway.wait)
         return underway.land()
 
 

@@ -23,7 +23,8 @@ from mmspeed.parallel import Strategy
 from mmspeed.parallel.stage_weights import StageWeights, let_weights_wait
 from mmspeed.parallel.stages import Stages, stages_of
 from mmspeed.parallel.turns import Turns
-from mmspeed.plan.measured_pipeline import Pass, measured_step
+from mmspeed.plan.measured_pipeline import Pass, measured_nodes, measured_step
+from mmspeed.plan.overlap import BACKWARD, Order, PairOrder, StageNodes, drifted, orders
 from mmspeed.plan.schedules import Kind
 from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import Batch, Divisors, MicroBatches
@@ -43,7 +44,8 @@ class PipelineRunner:
         pipeline = stages.pipeline
         self.gradients = let_weights_wait(model) if pipeline.weights_wait else None
         self.weights = StageWeights(model, stages)
-        self.turns = Turns(stages.axis.ledger, device, self.fill) if pipeline.overlaps else None
+        self.turns = Turns(device) if pipeline.overlaps else None
+        self.orders: dict[tuple[int, int], Order] = {}  # of pairs of stages (forward, backward) that do not alternate
         self.batches = 0  # micro-batches of the last step
         self.short_steps = 0  # steps of fewer micro-batches than fill the schedule
         self.mark: Marks | None = None  # with which passes are timed; None: they are not
@@ -69,8 +71,8 @@ class PipelineRunner:
             weights.hold()
         weights.stay_whole(None, self._neighbours_share)
         try:
-            if self.turns is not None and not self.stages.pipeline.splits:
-                ledger.gives_way = self.fill
+            if self.turns is not None or self.passes is not None:
+                ledger.gives_way = self._exchange
             actions.run(_Step(self, call, ends, record, window, iter(stays)))
             if self.gradients is not None:
                 assert not self.gradients.left
@@ -97,11 +99,26 @@ class PipelineRunner:
             self.weights.keep()
         self._filled = True
 
+    def _exchange(self, place: str | None, wait: Callable[[], None]) -> None:
+        """Wait for an exchange of a pass, behind what can be computed meanwhile: first the other pass of its pair, then gradients of weights."""
+        passes = self.passes
+        marks = [] if passes is None else [passes.now()]
+        side = None if self.turns is None else self.turns.give()
+        marks += [] if passes is None else [passes.now()]
+        if side == BACKWARD or (side is None and self.stages.pipeline.carries):
+            self.fill()
+        if passes is None:
+            wait()
+        else:
+            marks.append(passes.now())
+            wait()
+            passes.exchanged(place, [*marks, passes.now()])
+
     def _take(self) -> Callable[[], None]:
         """A function for the gradients that a backward pass left. Those behind its last exchange go into the first one of the next pass."""
         assert self.gradients is not None
         filled, self._filled = self._filled, False
-        return (lambda: None) if filled and not self.stages.pipeline.splits else self.gradients.take()
+        return (lambda: None) if filled and self.stages.pipeline.carries else self.gradients.take()
 
     @property
     def _neighbours_share(self) -> bool:
@@ -175,10 +192,10 @@ class _Step:
         if last:
             self.weights.sum_over_shards(stage)
 
-    def together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+    def together(self, ahead: int, behind: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         turns = self.runner.turns
         assert turns is not None
-        turns.both(forward, backward)
+        turns.both(forward, backward, self.runner.orders.get((ahead, behind)))
 
     def around(self, kind: Kind, stage: int, number: int) -> AbstractContextManager[object]:
         passes = self.runner.passes
@@ -227,6 +244,10 @@ class PipelineRows(BaseCallback):
     def __init__(self, runner: PipelineRunner, device: Device, due: Callable[[int], bool], file: Path | None) -> None:
         self.runner, self.due, self.file = runner, due, file
         self._mark = Marks(device)
+        self._orders, self._nodes = (
+            list[PairOrder](),
+            dict[int, StageNodes](),
+        )  # the nodes for which orders were searched
 
     def before_step(self, step: int) -> None:
         self.runner.mark, self.runner.passes = self._mark if self.due(step + 1) else None, None
@@ -235,13 +256,16 @@ class PipelineRows(BaseCallback):
         """The micro-batches of the step, the share of it for which the busiest process stands still, and the waits of each process.
 
         `reckoned_bubble`: that share of equal stages, whose passes for the gradients of input and weights take as long as the forward
-        ones. `exposed`: the share that exchanges between stages add. `short_steps`: those since the last row that had fewer micro-batches
+        ones. `exposed`: the seconds that messages between stages and exchanges add. `short_steps`: those since the last row that had fewer micro-batches
         than fill the schedule. A collective call.
         """
         runner, pipeline = self.runner, self.runner.stages.pipeline
         if not runner.batches:
             return {}
         ranks = None if runner.passes is None else comm.all_gather_objects(runner.passes.read(), runner.group)
+        passes = [] if ranks is None else [[Pass.of(each) for each in of_rank] for of_rank, _ in ranks]
+        if runner.turns is not None and ranks is not None:
+            self._set_orders([each for of_rank in passes for each in of_rank])
         if self.file is None:
             return {}
         short, runner.short_steps = runner.short_steps, 0
@@ -251,19 +275,30 @@ class PipelineRows(BaseCallback):
             "reckoned_bubble": round(reckoned(pipeline, runner.batches).idle, 4),
         }
         if ranks is not None:
-            own = [([Pass(*each) for each in passes], length) for passes, length in ranks]
+            own = [(of_rank, length) for of_rank, (_, length) in zip(passes, ranks, strict=True)]
             found = measured_step(own, pipeline, runner.batches)
             step = found.step
             waits = {kind: [round(value, 6) for value in of_ranks] for kind, of_ranks in found.waits.items()}
             fields |= {
                 "bubble": round(step.idle, 4),
-                "exposed": round(found.exposed / step.step, 4),
+                "exposed": {kind: round(seconds, 6) for kind, seconds in found.exposed.items()},
                 "seconds": round(step.step, 6),
                 "compute": [round(value, 6) for value in step.busy],
                 "waits": waits,
             }
-            write_whole(self.file, found.to_json().encode())
+            write_whole(self.file, found.to_json(self._orders).encode())
         return {"pipeline": fields}
+
+    def _set_orders(self, passes: list[Pass]) -> None:
+        """Have pairs run in the orders that are best by the passes of the first process's pipeline, the same everywhere.
+
+        They are searched again once durations have drifted. They change no sums, so a resumed run need not know them.
+        """
+        table = self.runner.stages.pipeline.table(self.runner.batches)
+        if self.file is not None and drifted(self._nodes, nodes := measured_nodes(passes, table)):
+            self._nodes, self._orders = nodes, orders(table, nodes, self.runner.stages.pipeline.carries)
+        known = [PairOrder(*each) for each in comm.broadcast_object([tuple(each) for each in self._orders])]
+        self.runner.orders = {(each.forward, each.backward): each.order for each in known}
 
 
 def runner_of(model: nn.Module, strategy: Strategy, device: torch.device) -> Runner:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from mmspeed.compute.wgrad import Leaves, LeavingLinear, LeavingProjection, WeightGradients
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.errors import UserError
 from mmspeed.memory.chunks import is_plain_linear
 from mmspeed.mixin import mix_in
 from mmspeed.protocols import blocks_of
@@ -17,19 +19,52 @@ from mmspeed.torch_internals import hold_whole, is_fully_sharded, keep_sums, sum
 from .stages import Stages, shared_parameters
 from .tensor import local, sum_together
 
+LITTLE = 0.5  # of the weights of blocks; where gradients of less wait, that is warned of
+
+
+def _leaving(module: nn.Module) -> type[Leaves] | None:
+    """The class by which the gradients of a module's weights can wait; None where they cannot."""
+    if isinstance(module, Leaves):
+        return Leaves
+    if not is_plain_linear(module):
+        return None
+    if isinstance(module, PreparesInput):
+        return LeavingProjection
+    return LeavingLinear if type(module).forward is nn.Linear.forward else None
+
 
 def let_weights_wait(model: nn.Module) -> WeightGradients:
     """Let the gradients of the products in a model's blocks wait, in place; after everything else is done to it. Biases and norms do not."""
     gradients = WeightGradients()
     for _, block in blocks_of(model):
         for module in list(block.modules()):
-            if isinstance(module, Leaves):
-                module._gradients = gradients
-            elif is_plain_linear(module) and isinstance(module, PreparesInput):
-                mix_in(module, LeavingProjection, rename=False)._gradients = gradients
-            elif is_plain_linear(module) and type(module).forward is nn.Linear.forward:
-                mix_in(module, LeavingLinear, rename=False)._gradients = gradients
+            kind = _leaving(module)
+            if kind is not None:
+                leaving: Any = module if kind is Leaves else mix_in(module, kind, rename=False)
+                leaving._gradients = gradients
     return gradients
+
+
+def check_waiting(model: nn.Module, parallel: ParallelConfig) -> str | None:
+    """A sentence where a schedule puts off gradients of weights and few of a whole model's can wait. Raises UserError where none can."""
+    if not parallel.weights_wait:
+        return None
+    modules = [module for _, block in blocks_of(model) for module in block.modules()]
+    trained = [(m, p) for m in modules for p in m.parameters(recurse=False) if p.requires_grad]
+    waiting = sum(p.numel() for m, p in trained if p.ndim > 1 and _leaving(m) is not None)
+    share = waiting / max(1, sum(p.numel() for _, p in trained))
+    other = "1f1b" if parallel.virtual == 1 else "interleaved"
+    if not share:
+        raise UserError(
+            f"parallel.schedule {parallel.schedule}: nothing that trains in the blocks of {type(model).__name__} is a linear layer whose "
+            f"gradient could be computed later than that of its input: set parallel.schedule {other}"
+        )
+    return (
+        f"parallel.schedule {parallel.schedule} computes only {share:.0%} of the gradients of weights in blocks later than those of inputs, "
+        f"that is of linear layers: parallel.schedule {other} may take no longer"
+        if share < LITTLE
+        else None
+    )
 
 
 class StageWeights:

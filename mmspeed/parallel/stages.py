@@ -26,7 +26,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.plan.schedules import Pipeline, check_stages, given_bounds, stage_bounds
 from mmspeed.protocols import BlockWork, stays_float32
 from mmspeed.protocols.plan import ModelPlan, Split, base_of_adapters, declare_plan, is_within, kept_plan, plan_of
-from mmspeed.torch_internals import FakeTensorMode, is_fake, tree_leaves, tree_map_only
+from mmspeed.torch_internals import FakeTensorMode, is_fake, tree_flatten, tree_map_only
 
 from .boundaries.boundary import BetweenStages
 
@@ -252,6 +252,10 @@ class StandIn(nn.Module):
         return self._stages.at_block(self._place, args, kwargs, None)
 
 
+PLAIN = (int, float, str, torch.dtype, type(None))  # arguments that are no tensors, by which shapes may differ
+MOST_KNOWN = 1024  # shapes that an outline remembers
+
+
 class Outline(nn.Module):
     """Mixed in before a module that another process holds: without memory, what it gives are zeros of the same shapes and number types.
 
@@ -259,19 +263,29 @@ class Outline(nn.Module):
     """
 
     _weights: list[tuple[nn.Module, str, bool]]  # (module, name, True for a parameter)
+    _known: dict[Any, Any]  # what it gives, by what it gets: tensors without values count by their shapes alone
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        leaves, form = tree_flatten((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        if any(map(is_fake, tensors)) or not all(isinstance(each, (Tensor, *PLAIN)) for each in leaves):
+            return self._computed(tensors, args, kwargs)
+        kind = tensors[0].device.type
+        casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (str(form), *map(_shape, leaves), casts, self.training)
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._computed(tensors, args, kwargs)
+        return tree_map_only(Tensor, _zeros, self._known[key])
+
+    def _computed(self, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         mode = next((each.fake_mode for each in tensors if is_fake(each)), None) or _outlines()  # type: ignore[attr-defined]
-
-        def zeros(like: Tensor) -> Tensor:  # they take one number
-            return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
-
         with torch.no_grad():
             with mode, self._on(tensors[0].device):
                 args, kwargs = tree_map_only(Tensor, lambda x: x if is_fake(x) else mode.from_tensor(x), (args, kwargs))
                 out = super().forward(*args, **kwargs)
-            return tree_map_only(Tensor, zeros, out)
+            return tree_map_only(Tensor, _zeros, out)
 
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[None]:
@@ -287,9 +301,22 @@ class Outline(nn.Module):
 
     def set_type(self, dtype: torch.dtype) -> None:
         """Set the number type of parameters."""
+        self._known.clear()
         for module, name, trained in self._weights:
             if trained and vars(module)[name].is_floating_point():
                 vars(module)[name] = torch.empty(vars(module)[name].shape, dtype=dtype, device="meta")
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros of the same shape and number type, which take one number."""
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def _shape(value: Any) -> Any:
+    """What the shapes of an outline's output can depend on, of an argument."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return type(value), value
 
 
 @cache
@@ -307,7 +334,7 @@ def make_outline(module: nn.Module) -> Outline:
             delattr(part, name)
             vars(part)[name] = torch.empty_like(weight, device="meta", requires_grad=False)
             weights.append((part, name, name in trained))
-    outline._weights = weights
+    outline._weights, outline._known = weights, {}
     return outline
 
 

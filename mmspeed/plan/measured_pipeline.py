@@ -1,17 +1,31 @@
-"""A pipeline's step as it was measured: bubble, waits and exchanges, from when each rank's passes began and ended."""
+"""A pipeline's step as it was measured: bubble, waits and exchanges, from when each rank's passes and their nodes began and ended."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .overlap import BACKWARD, FORWARD, Node, PairOrder, StageNodes
 from .pipeline_picture import Span
 from .schedules import Action, Kind, Pair, Pipeline, Table, needs
 from .simulate import Simulated, simulate
 
 WAITS = {"forward": "activations", "input": "gradients"}  # by what is waited for
+
+
+class MeasuredNode(NamedTuple):
+    """Seconds of a node: what it computes, and, of its exchange, those filled by gradients of weights and those waited.
+
+    place: that of the wait (`mmspeed.comm.WAITED_AT`); None: another, or no exchange behind the pass's last node.
+    """
+
+    computed: float
+    filled: float = 0.0
+    waited: float = 0.0
+    place: str | None = None
 
 
 class Pass(NamedTuple):
@@ -23,27 +37,39 @@ class Pass(NamedTuple):
     begin: float
     end: float
     before: float
+    nodes: Sequence[MeasuredNode] = ()
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Pass:
+        """The pass of values as JSON gives them back."""
+        *own, nodes = values
+        return cls(*own, [MeasuredNode(*node) for node in nodes])
+
+    def waited(self, place: str) -> float:
+        """Seconds of waits at a place."""
+        return sum(node.waited for node in self.nodes if node.place == place)
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step on one clock. exposed: seconds that exchanges between stages add; waits: seconds of each rank, by kind.
+    """A step on one clock. exposed: seconds that `messages` between stages add, and exchanges by place; waits: seconds of each rank, by kind.
 
     Waits for `activations` and for `gradients` of another rank come before passes, `own` is a rank's own work between them, and `end` is
     what comes behind its last pass, where gradients are summed. With the time that a rank computes they make the step.
     """
 
     step: Simulated
-    exposed: float
+    exposed: dict[str, float]
     waits: dict[str, list[float]]
 
-    def to_json(self) -> str:
-        """The spans alone."""
+    def to_json(self, orders: Sequence[PairOrder] = ()) -> str:
+        """The spans, and the orders of pairs."""
         spans = [
             [[[[p.kind, p.stage, p.batch] for p in entry.parts], round(begin, 7), round(end, 7)] for entry, begin, end in row]
             for row in self.step.spans
         ]  # fmt: skip
-        return json.dumps({"seconds": round(self.step.step, 7), "spans": spans}, separators=(",", ":"))
+        known = {"orders": [order._asdict() for order in orders]} if orders else {}
+        return json.dumps({"seconds": round(self.step.step, 7), "spans": spans, **known}, separators=(",", ":"))
 
 
 def spans_of(text: str) -> list[list[Span]]:
@@ -66,7 +92,7 @@ def measured_step(ranks: Sequence[tuple[Sequence[Pass], float]], pipeline: Pipel
     starts = _starts(found, table, pipeline)
     first = min(starts)
     step = max(start + length for start, (_, length) in zip(starts, ranks, strict=True)) - first
-    spans, took = list[tuple[Span, ...]](), dict[Action, float]()
+    spans, took, passes_of = list[tuple[Span, ...]](), dict[Action, float](), dict[Action, Pass]()
     waits: dict[str, list[float]] = {kind: [0.0] * len(table) for kind in (*WAITS.values(), "own", "end")}
     for rank, row in enumerate(table):
         own, at, shift = list[Span](), 0.0, starts[rank] - first
@@ -78,13 +104,69 @@ def measured_step(ranks: Sequence[tuple[Sequence[Pass], float]], pipeline: Pipel
             waits["own"][rank] += work
             waits[min(kinds) if kinds else "own"][rank] += begin - at - work
             took.update((part, (end - begin + work) / len(passes)) for part in entry.parts)
+            passes_of.update(zip(entry.parts, passes, strict=True))
             own.append((entry, begin, end))
             at = end
         waits["end"][rank] = step - at
         spans.append(tuple(own))
     last = max(row[-1][2] for row in spans if row)
     free = simulate(table, pipeline, took.__getitem__).step
-    return MeasuredStep(Simulated(step, tuple(spans), ()), max(0.0, last - free), waits)
+    exposed = {"messages": max(0.0, last - free)}
+    for place in sorted({node.place for each in passes_of.values() for node in each.nodes if node.place}):
+        shorter = {action: seconds - passes_of[action].waited(place) for action, seconds in took.items()}
+        exposed[place] = free - simulate(table, pipeline, shorter.__getitem__).step
+    return MeasuredStep(Simulated(step, tuple(spans), ()), exposed, waits)
+
+
+def measured_nodes(passes: Iterable[Pass], table: Table) -> dict[int, StageNodes]:
+    """The nodes of the stages of which passes of both directions were measured by themselves and not as one of a pair: medians.
+
+    A pass by itself waits for its exchanges, so these tell how long they take. Where gradients of weights were computed meanwhile, an exchange
+    may have come before: it counts at most as long as the longest of the stage's forward pass.
+    """
+    paired = {part for row in table for entry in row if isinstance(entry, Pair) for part in entry.parts}
+    found: dict[tuple[int, int], list[tuple[bool, Sequence[MeasuredNode]]]] = {}
+    for each in passes:
+        if each.kind != "weight":
+            side = FORWARD if each.kind == "forward" else BACKWARD
+            together = Action(each.kind, each.stage, each.batch) in paired
+            found.setdefault((each.stage, side), []).append((together, each.nodes))
+    nodes: dict[int, StageNodes] = {}
+    for stage in sorted({stage for stage, _ in found}):
+        ahead, back = (_medians(found.get((stage, side), [])) for side in (FORWARD, BACKWARD))
+        if ahead and back:
+            most = max(node.exchange for node in ahead)
+            left = [
+                0.0,
+                *(node.weights for node in back[1:-1]),
+                back[0].weights,
+            ]  # the last node's: filled the next pass's first exchange
+            nodes[stage] = StageNodes(
+                tuple(node._replace(weights=0.0) for node in ahead),
+                tuple(
+                    node._replace(exchange=min(most, node.exchange), weights=weights)
+                    for node, weights in zip(back, left[-len(back) :], strict=True)
+                ),
+            )
+    return nodes
+
+
+def _medians(passes: Sequence[tuple[bool, Sequence[MeasuredNode]]]) -> list[Node]:
+    """The nodes of passes, each with whether it was one of a pair. Empty where none was by itself."""
+    alone = [nodes for together, nodes in passes if not together]
+    if not alone:
+        return []
+    count, median = len(alone[0]), statistics.median
+    alone, every = ([nodes for nodes in of if len(nodes) == count] for of in (alone, [nodes for _, nodes in passes]))
+    filling = [nodes for together, nodes in passes if together and len(nodes) == count] or alone
+    return [
+        Node(
+            median(nodes[place].computed for nodes in every),
+            median(nodes[place].filled + nodes[place].waited for nodes in alone),
+            median(nodes[place].filled for nodes in filling),
+        )
+        for place in range(count)
+    ]
 
 
 def _come(entry: Action | Pair, rank: int, pipeline: Pipeline) -> Iterator[tuple[Action, int]]:

@@ -24,8 +24,9 @@ PALEST = 0.65  # opacity of a rank's last stage; its first one is opaque
 
 
 def seconds_shown(seconds: float) -> str:
-    """`1.25 s`, `830 ms`, `42.1 ms`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    """`1.25 s`, `830 ms`, `42.1 us`."""
+    scale, unit = (1.0, "s") if seconds >= 1 else (1e6, "us") if 0 < seconds < 1e-3 else (1e3, "ms")
+    return f"{seconds * scale:.3g} {unit}"
 
 
 def pipeline_svg(

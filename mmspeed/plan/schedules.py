@@ -92,8 +92,8 @@ class Pipeline:
         return self.schedule in ("dualpipe_v", "overlap")
 
     @property
-    def fills(self) -> bool:
-        """True where the gradients of weights wait for the next exchange, and have no passes of their own."""
+    def carries(self) -> bool:
+        """True where the gradients of weights that a pass leaves behind its last exchange are computed in the first one of the next pass."""
         return self.overlaps and not self.splits
 
     @property

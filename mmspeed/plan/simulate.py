@@ -1,28 +1,16 @@
-"""Simulate a pipeline's step: events over the very table that runs, on four lanes of each rank: computing, inner link, outer link, sends.
+"""Simulate a pipeline's step: events over the very table that runs, on two lanes of each rank: its passes, and what it sends to others.
 
-Durations are given: of a stage's passes, of what they exchange, and of a message between ranks. What a pass exchanges is hidden behind the
-other pass of its pair alone. The bubble is the time in which the busiest rank stands still.
+Durations are given: of a stage's passes with their exchanges (`mmspeed.plan.overlap`), of pairs, and of a message between ranks. The bubble
+is the time in which the busiest rank stands still.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from .schedules import Action, Pair, Pipeline, Table, gives, needs
-
-Lane = Literal["inner", "outer"]
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What an action exchanges with the ranks that hold its stage, such as rows of experts."""
-
-    kind: str
-    lane: Lane
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -78,24 +66,20 @@ def picture(step: Simulated, unit: float = 1.0) -> list[str]:
     return lines
 
 
-Exchanges = Callable[[Action], Iterable[Exchange]]
-
-
 def simulate(
     table: Table,
     pipeline: Pipeline,
     seconds: Callable[[Action], float],
     message: float | Callable[[Action], float] = 0.0,
     *,
-    exchanges: Exchanges = lambda action: (),
     pair: Callable[[Pair], float] | None = None,
     kept: Callable[[Action], float] = lambda action: 0.0,
 ) -> Simulated:
     """The events of a step. Raises ValueError where ranks wait for one another for ever.
 
-    seconds: an action computes. message: what a pass (`forward`, `input`) gives to another rank is on the way; a rank sends one after another.
-    exchanges: of an action. pair: the actions of a pair compute together; by themselves as long as both. kept: bytes that a stage keeps of a
-    forward action until it has the gradients of its weights.
+    seconds: of an action. message: what a pass (`forward`, `input`) gives to another rank is on the way; a rank sends one after another.
+    pair: of one; None: of its actions, one after the other. kept: bytes that a stage keeps of a forward action until it has the gradients
+    of its weights.
     """
     came: dict[Action, float] = {}  # when what a pass gives is where it goes
     spans: list[list[tuple[Action | Pair, float, float]]] = [[] for _ in table]
@@ -110,7 +94,9 @@ def simulate(
                 if not wanted <= came.keys():
                     break
                 begin = max([clocks[rank], *(came[each] for each in wanted if pipeline.rank_of(each.stage) != rank)])
-                end = clocks[rank] = begin + _lasts(entry, seconds, exchanges, pair)
+                end = clocks[rank] = begin + (
+                    pair(entry) if pair and isinstance(entry, Pair) else sum(map(seconds, entry.parts))
+                )
                 spans[rank].append((entry, begin, end))
                 for done in (each for part in entry.parts for each in gives(part)):
                     came[done] = end
@@ -122,18 +108,6 @@ def simulate(
             raise ValueError("ranks wait for one another for ever")
     flying = tuple(int(_most(row, lambda _: 1)) for row in table)
     return Simulated(max(clocks), tuple(map(tuple, spans)), flying, tuple(_most(row, kept) for row in table))
-
-
-def _lasts(
-    entry: Action | Pair, seconds: Callable[[Action], float], exchanges: Exchanges, pair: Callable[[Pair], float] | None
-) -> float:
-    """Seconds of an entry: those of its busiest lane, or of a pass of it that waits for its own exchanges."""
-    alone, swaps = list(map(seconds, entry.parts)), [list(exchanges(part)) for part in entry.parts]
-    lanes = {"compute": pair(entry) if pair and isinstance(entry, Pair) else sum(alone)}
-    for each in itertools.chain.from_iterable(swaps):
-        lanes[each.lane] = lanes.get(each.lane, 0.0) + each.seconds
-    passes = [own + sum(each.seconds for each in swap) for own, swap in zip(alone, swaps, strict=True)]
-    return max([*lanes.values(), *passes])
 
 
 def _most(row: Sequence[Action | Pair], size: Callable[[Action], float]) -> float:
@@ -148,25 +122,3 @@ def _is_sent(done: Action, pipeline: Pipeline) -> bool:
     """True for a pass whose result goes to another rank."""
     to = done.stage + {"forward": 1, "input": -1, "weight": 0, "backward": 0}[done.kind]
     return 0 <= to < pipeline.stages and pipeline.rank_of(to) != pipeline.rank_of(done.stage)
-
-
-def exposed(
-    table: Table,
-    pipeline: Pipeline,
-    seconds: Callable[[Action], float],
-    message: float | Callable[[Action], float] = 0.0,
-    *,
-    exchanges: Exchanges,
-    pair: Callable[[Pair], float] | None = None,
-) -> dict[str, float]:
-    """Seconds by which a step is longer for each kind of exchange, and for `messages` between stages: its length less that with those free."""
-
-    def step(message: float | Callable[[Action], float], free: str | None = None) -> float:
-        def left(action: Action) -> Iterable[Exchange]:
-            return [each for each in exchanges(action) if each.kind != free]
-
-        return simulate(table, pipeline, seconds, message, exchanges=left, pair=pair).step
-
-    kinds = {each.kind for row in table for entry in row for part in entry.parts for each in exchanges(part)}
-    whole = step(message)
-    return {"messages": whole - step(0.0)} | {kind: whole - step(message, kind) for kind in sorted(kinds)}

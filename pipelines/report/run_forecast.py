@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 
 from mmspeed.config import RunConfig
-from mmspeed.device import PEAK_FLOPS, UTILISATION, Device, parse_dtype, pick
+from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds
 from mmspeed.parallel import check_division
+from mmspeed.parallel.stage_weights import check_waiting
+from mmspeed.pipelines.report.pipeline_plan import pipeline_lines
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_estimate import MemoryPlan, plan_memory
-from mmspeed.pipelines.tuning.step_time import StepTime, UnmeasuredError, measure_step
+from mmspeed.pipelines.tuning.step_time import StepTime, UnmeasuredError, measure_step, rates
 from mmspeed.plan.schedules import Pipeline
 from mmspeed.plan.simulate import reckoned
 from mmspeed.protocols import RunPlace, RunWork, shape_words
 
-ACCELERATOR = "H100"  # of which times are told where no step is measured
 MANY_EPOCHS = 150  # more are warned of
 HEAD_WIDTHS = (64, 128, 192, 256)  # that accelerators' attention kernels compute in
 MOST_STANDSTILL = 0.3  # of a pipeline; more is warned of
@@ -35,6 +35,7 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
     for world in worlds if parallel.divides_models else ():
         for model in task.domain.outlines().values():
             check_division(model, parallel, world)
+    few = [check_waiting(model, parallel) for model in task.domain.outlines().values()] if parallel.weights_wait else []
     world = worlds[0]
     place = RunPlace(Device("cpu", 0), world=world, dealt=parallel.dealt(world), groups=parallel.groups(world))
     step, plan, measured, unknown = task.domain.largest_micro_batch(place), None, None, ""
@@ -58,8 +59,11 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
         some = "" if measured.items == step.items else " with one item"
         lines = [f"memory {of}: {format_bytes(measured.peak)}, measured here{some}"]
     lines.append(f"time {of}: {time}")
+    if parallel.pp > 1:
+        lines += pipeline_lines(config, task, world, None if plan is None else plan.alone)
     lines += [_training(config, task, work, measured) for work in works]
-    return [*lines, *(f"warning: {warning}" for warning in _cautions(config, task, works, plan, measured))]
+    cautions = [*filter(None, few), *_cautions(config, task, works, plan, measured)]
+    return [*lines, *(f"warning: {warning}" for warning in cautions)]
 
 
 def _training(config: RunConfig, task: Task, work: RunWork, measured: StepTime | None) -> str:
@@ -81,21 +85,6 @@ def _standstill(config: RunConfig, work: RunWork) -> float:
     return reckoned(Pipeline.of(config.parallel), max(1, round(work.micro_batches))).idle
 
 
-def rates(config: RunConfig) -> list[tuple[str, float]]:
-    """(where, operations a second) of well-tuned training: on the config's device where that is here, else on a usual accelerator."""
-    dtype, share = parse_dtype(config.device.dtype), f" at {UTILISATION:.0%} of the peak of"
-    if config.device.peak_tflops is not None:
-        return [(f"{share} device.peak_tflops", UTILISATION * config.device.peak_tflops * 1e12)]
-    rates = []
-    with suppress(UserError):  # the device is not here
-        device = pick(config.device.kind)
-        rates.append((f"{share} {device.name}", UTILISATION * device.peak_flops(dtype)[0]))
-        if device.kind != "cpu":
-            return rates
-    peak = PEAK_FLOPS[ACCELERATOR][config.device.dtype == "float32"]
-    return [*rates, (f"{share} an {ACCELERATOR} ({config.device.dtype})", UTILISATION * peak)]
-
-
 def _duration(seconds: float) -> str:
     """A long time, without digits that an estimate does not have."""
     if seconds > 2 * 86_400:
@@ -113,10 +102,14 @@ def _cautions(
     """Sentences about pipelines that stand still, many epochs, and heads whose width attention kernels pad."""
     found, pipeline = list[str](), Pipeline.of(config.parallel)
     for work in works if pipeline.ranks > 1 else ():
-        if (idle := _standstill(config, work)) > MOST_STANDSTILL:
+        idle, short = _standstill(config, work), work.micro_batches < pipeline.least
+        if idle > MOST_STANDSTILL or short:
             count = f"{work.micro_batches:.1f}".removesuffix(".0")
+            fills = (
+                f", fewer than the {pipeline.least} that fill parallel.schedule {pipeline.schedule}" if short else ""
+            )
             found.append(
-                f"a step on {work.world:,} devices has {count} micro-batch{'es'[: 2 * (count != '1')]}, and parallel.pp {pipeline.ranks} stands "
+                f"a step on {work.world:,} devices has {count} micro-batch{'es'[: 2 * (count != '1')]}{fills}, and parallel.pp {pipeline.ranks} stands "
                 f"still for {idle:.0%} of it: lower train.micro_batch_size, or make steps larger, up to {4 * pipeline.ranks} micro-batches"
             )
     if works and (epochs := works[0].epochs) > MANY_EPOCHS:

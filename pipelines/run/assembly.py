@@ -18,6 +18,7 @@ from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights, materialize, own_part, read_weights, set_part, stand_in_weights
+from mmspeed.log import get_logger
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer, make_optimizer
 from mmspeed.loop.resting import Rests
@@ -38,6 +39,7 @@ from mmspeed.parallel import (
     resolve_strategy,
     unwrap,
 )
+from mmspeed.parallel.stage_weights import check_waiting
 from mmspeed.pipelines.run.compiling import EAGER, Compiling, compiling
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.pipelines.tasks import Task
@@ -46,6 +48,8 @@ from mmspeed.protocols import InitializesWeights, RunPlace, blocks_of, source_of
 
 if TYPE_CHECKING:
     from mmspeed.loop.checkpoint.manager import TrainingState
+
+log = get_logger("train")
 
 
 @dataclass(frozen=True)
@@ -275,6 +279,8 @@ def _placed(
     if placement.mesh.staged:
         if not learns:
             raise UserError("parallel.pp: a model that does not train is not divided into stages: leave pp at 1")
+        if (few := check_waiting(bare, config.parallel)) is not None:
+            log.warning(few)
         (group,) = placement.mesh.across_stages()
         stages = task.cut(bare, config.parallel, group)
         stages.gathers_again = gathers_again(config)

@@ -7,7 +7,7 @@ runs/my-run/
   metrics.jsonl        a row of means every `train.log_every` steps, one for each validation
   metrics.odd          lines of metrics.jsonl that no run writes, if any were found
   memory.json          the ways that were chosen under `memory.budget`, what was expected and what was measured
-  pipeline.json        when the passes of the last logged step of a pipeline began and ended
+  pipeline.json        when the passes of the last logged step of a pipeline began and ended, and the orders of its pairs' nodes
   prompts.safetensors  the encoded validation prompts
   checkpoints/         loop/checkpoint/manager.py
   trackers.json        the id of the run at its trackers, with which a resumed run goes on

@@ -232,21 +232,30 @@ def rank_bytes(config: RunConfig, world: int | None = None) -> list[RankBytes]:
     return found
 
 
+KnownEnds = dict[int, tuple[RankEnds, Sequence[range]]]  # by rank; and the blocks of all stages
+
+
 def figures_of_ranks(
-    alone: StepFigures, config: RunConfig, task: Task, step: MicroBatchSize, world: int
+    alone: StepFigures,
+    config: RunConfig,
+    task: Task,
+    step: MicroBatchSize,
+    world: int,
+    known: KnownEnds | None = None,
 ) -> tuple[StepFigures, ...]:
     """The figures of each rank of a pipeline; `alone`: those of the whole model on one device.
 
-    Ranks between the first and the last one hold the same beside their blocks, which is measured once.
+    Ranks between the first and the last one hold the same beside their blocks, which is measured once. known: what other schedules of the same
+    stages measured; more is added.
     """
-    pipeline, ends = Pipeline.of(config.parallel), dict[int, RankEnds]()
+    pipeline, ends = Pipeline.of(config.parallel), {} if known is None else known
     figures = []
     for rank in range(pipeline.ranks):
         like = rank if rank in (0, pipeline.ranks - 1) else 1
         if like not in ends:
-            ends[like], bounds = _ends_of(config, task, step, pipeline, like)
-        stages = zip(pipeline.own(rank), ends[like].stages.values(), strict=True)
-        own = replace(ends[like], stages=dict(stages))
+            ends[like] = _ends_of(config, task, step, pipeline, like)
+        of_like, bounds = ends[like]
+        own = replace(of_like, stages=dict(zip(pipeline.own(rank), of_like.stages.values(), strict=True)))
         whole = rank_figures(alone, config, rank, pipeline, bounds, own, step.batches)
         figures.append(spread(whole, config, world // pipeline.ranks))
     return tuple(figures)
@@ -299,7 +308,7 @@ def shape_figures(
             given=given,
             greatest=list,  # shapes are the same on all processes
             waiting=waiting,
-            filled=outline.sent if pipeline.fills else None,
+            filled=outline.sent if pipeline.carries else None,
         )
         figures = step_figures(
             bench,

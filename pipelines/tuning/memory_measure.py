@@ -243,9 +243,14 @@ class BlockProfiler:
                 with self.offloader.lock:
                     self.offloader.tidy()
 
+        def fill(_: str | None, wait: Callable[[], None]) -> None:
+            assert self.waiting is not None
+            self.waiting.take()()
+            wait()
+
         def backward() -> None:
-            if self.waiting is not None and self.filled is not None:
-                self.filled.gives_way = lambda: self.waiting.take()()
+            if self.filled is not None:
+                self.filled.gives_way = fill
             torch.autograd.backward(list(emptied(left)))
             if self.filled is not None:
                 self.filled.gives_way = None

@@ -238,7 +238,7 @@ def rank_figures(
             pipeline, batches, rank, places, ends, max(config.parallel.group, config.parallel.expert_devices) > 1
         ),
         weights_wait=pipeline.weights_wait,
-        fills=pipeline.fills,
+        fills=pipeline.carries,
     )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,27 +25,40 @@ Sent = Mapping[str, int]  # bytes by axis
 
 
 @dataclass(frozen=True)
-class PassWork:
-    """The operations of a micro-batch's passes, and the bytes sent in its forward and its backward pass.
+class NodeWork:
+    """What a pass computes up to an exchange or its end: operations, those of gradients of weights, and the bytes of the exchange by axis.
 
-    input: of gradients of inputs, with what is computed again. weight: of gradients of weights.
+    Recomputation is in the nodes of backward passes.
     """
 
-    forward: float = 0.0
-    input: float = 0.0
-    weight: float = 0.0
+    operations: float = 0.0
+    weights: float = 0.0
     sent: Sent = field(default_factory=dict)
-    sent_back: Sent = field(default_factory=dict)
 
-    def __add__(self, other: PassWork) -> PassWork:
-        operations = (self.forward + other.forward, self.input + other.input, self.weight + other.weight)
-        sent = (Counter(self.sent) + Counter(other.sent), Counter(self.sent_back) + Counter(other.sent_back))
-        return PassWork(*operations, *sent)
+
+@dataclass(frozen=True)
+class PassWork:
+    """The nodes of a micro-batch's forward pass, and of its backward pass, in the order in which they run."""
+
+    forward: tuple[NodeWork, ...] = ()
+    backward: tuple[NodeWork, ...] = ()
+
+    def __add__(self, behind: PassWork) -> PassWork:
+        return PassWork(_joined(*self.forward, *behind.forward), _joined(*behind.backward, *self.backward))
 
     @property
     def operations(self) -> float:
         """Those of all passes."""
-        return self.forward + self.input + self.weight
+        return sum(node.operations + node.weights for node in (*self.forward, *self.backward))
+
+
+def _joined(*nodes: NodeWork) -> tuple[NodeWork, ...]:
+    """Nodes in a row, of which those without an exchange go on in the next one."""
+    found: list[NodeWork] = []
+    for node in nodes:
+        before = found.pop() if found and not found[-1].sent else NodeWork()
+        found.append(NodeWork(before.operations + node.operations, before.weights + node.weights, node.sent))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -64,8 +76,8 @@ class MicroBatchWork:
 
     def stage(self, blocks: range) -> PassWork:
         """The work of a stage of these blocks."""
-        ends = self.everywhere + self.last if blocks.stop == len(self.blocks) else self.everywhere
-        return sum((self.blocks[place] for place in blocks), ends)
+        work = sum((self.blocks[place] for place in blocks), self.everywhere)
+        return work + self.last if blocks.stop == len(self.blocks) else work
 
 
 def micro_batch_work(config: RunConfig, task: Task, step: MicroBatchSize) -> MicroBatchWork:
@@ -85,29 +97,46 @@ def micro_batch_work(config: RunConfig, task: Task, step: MicroBatchSize) -> Mic
 
 def _work_of_block(call: BlockCall, outline: OutlinedStep, count: Roofline) -> PassWork:
     """The work of a block's call."""
-
-    def section(work: Any) -> tuple[float, Sent]:
-        before, sent = count.flops, outline.sent.copy()
-        with count:
-            work()
-        more = Counter[str]()
-        for (_, axis), nbytes in outline.sent.since(sent).bytes.items():
-            more[axis] += nbytes
-        return count.flops - before, more
-
     x = call.first.detach().requires_grad_()
     given = [
         x,
         *(each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Tensor) and each is not call.first),
     ]
     inputs, left = [each for each in given if each.requires_grad], list[Tensor]()
-    forward, sent = section(lambda: left.extend(call.run(x)))
-    whole, sent_back = section(lambda: torch.autograd.backward(left, [torch.empty_like(out) for out in left]))
+
+    def gradients() -> list[Tensor]:
+        return [torch.empty_like(out) for out in left]
+
+    forward = _nodes(lambda: left.extend(call.run(x)), outline, count)
+    whole = _nodes(lambda: torch.autograd.backward(left, gradients()), outline, count)
     left = list(call.run(x))
-    gradients = [torch.empty_like(out) for out in left]
-    of_inputs, _ = section(lambda: torch.autograd.grad(left, inputs, gradients, allow_unused=True))
+    of_inputs = _nodes(lambda: torch.autograd.grad(left, inputs, gradients(), allow_unused=True), outline, count)
     call.clear()
-    return PassWork(forward, of_inputs, whole - of_inputs, sent, sent_back)
+    both = zip(of_inputs, whole, strict=True)
+    return PassWork(forward, tuple(replace(own, weights=node.operations - own.operations) for own, node in both))
+
+
+def _nodes(work: Callable[[], object], outline: OutlinedStep, count: Roofline) -> tuple[NodeWork, ...]:
+    """The nodes of a pass, each of which ends where it would wait for an exchange."""
+    nodes, ledger, flops, sent = list[NodeWork](), outline.sent, count.flops, outline.sent.copy()
+
+    def ends(place: str | None = None, wait: Callable[[], None] = lambda: None) -> None:
+        nonlocal flops, sent
+        more = Counter[str]()
+        for (_, axis), nbytes in ledger.since(sent).bytes.items():
+            more[axis] += nbytes
+        nodes.append(NodeWork(count.flops - flops, 0.0, more))
+        flops, sent = count.flops, ledger.copy()
+        wait()
+
+    ledger.gives_way = ends
+    try:
+        with count:
+            work()
+        ends()
+    finally:
+        ledger.gives_way = None
+    return tuple(nodes)
 
 
 def _work_of_ends(outline: OutlinedStep, calls: Sequence[BlockCall], count: Roofline) -> tuple[PassWork, PassWork]:
@@ -127,7 +156,10 @@ def _work_of_ends(outline: OutlinedStep, calls: Sequence[BlockCall], count: Roof
     before = begun[0] - start
     shares = (before / forward, 1 - before / forward) if forward else (0.0, 0.0)
     # half of a product's backward is for its input
-    first_part, last_part = (PassWork(forward * share, backward * share / 2, backward * share / 2) for share in shares)
+    first_part, last_part = (
+        PassWork((NodeWork(forward * share),), (NodeWork(backward * share / 2, backward * share / 2),))
+        for share in shares
+    )
     return first_part, last_part
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mmspeed.config import RunConfig
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.device import PEAK_FLOPS, UTILISATION, Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds
 from mmspeed.mesh import process_group
@@ -16,6 +17,7 @@ from mmspeed.pipelines.tuning.profile import memory_limit
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.protocols import MicroBatchSize, source_of
 
+ACCELERATOR = "H100"  # of which times are told where no step is measured
 SECONDS = 4.0  # that the timed step may take
 SLOWER = 4  # times the time at a device's peak that a step of one item may take, the first one included
 DRAWN = 1e8  # initial numbers that a processor draws in a second
@@ -92,3 +94,18 @@ def measure_step(config: RunConfig, task: Task, step: MicroBatchSize, plan: Memo
     if seconds is None:
         raise UnmeasuredError(f"the memory of {device.name} ran out")
     return StepTime(step, items, seconds * step.items / items, peak, device, items * cost / seconds)
+
+
+def rates(config: RunConfig) -> list[tuple[str, float]]:
+    """(where, operations a second) of well-tuned training: on the config's device where that is here, else on a usual accelerator."""
+    dtype, share = parse_dtype(config.device.dtype), f" at {UTILISATION:.0%} of the peak of"
+    if config.device.peak_tflops is not None:
+        return [(f"{share} device.peak_tflops", UTILISATION * config.device.peak_tflops * 1e12)]
+    rates = []
+    with suppress(UserError):  # the device is not here
+        device = pick(config.device.kind)
+        rates.append((f"{share} {device.name}", UTILISATION * device.peak_flops(dtype)[0]))
+        if device.kind != "cpu":
+            return rates
+    peak = PEAK_FLOPS[ACCELERATOR][config.device.dtype == "float32"]
+    return [*rates, (f"{share} an {ACCELERATOR} ({config.device.dtype})", UTILISATION * peak)]

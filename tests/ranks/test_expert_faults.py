@@ -111,14 +111,14 @@ ENDS = {
 
 
 def ends_in_a_line(
-    home: Path, folder: Path, how: str, monkeypatch: pytest.MonkeyPatch, site: str, *overrides: str
-) -> None:
-    """A run whose last process ends in some way ends in one line."""
+    home: Path, folder: Path, how: str, monkeypatch: pytest.MonkeyPatch, site: str, *overrides: str, processes: int = 2
+) -> str:
+    """A run whose second process ends in some way ends in one line; its name."""
     (folder / "sitecustomize.py").write_text(site.replace("{signal}", how), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     limits = ("train.watchdog.least_seconds=5", "train.watchdog.factor=1", "train.watchdog.silent_seconds=8")
-    run = config(home, f"name={how}-{len(overrides)}", *overrides, *limits, "train.steps=100")
-    launcher, began = start(folder, run, words=("--nproc", "2")), time.monotonic()
+    run = config(home, f"name={folder.name}", *overrides, *limits, "train.steps=100")
+    launcher, began = start(folder, run, words=("--nproc", str(processes))), time.monotonic()
     code, text = launcher.wait(200), (folder / "log.txt").read_text()
     said = [line for line in text.splitlines() if "mmspeed: " in line]
     print(f"{how}: {time.monotonic() - began:.0f} s", *said, sep="\n")
@@ -127,6 +127,7 @@ def ends_in_a_line(
     assert "internal error" not in text and "Traceback" not in text, text
     for words in ENDS[how]:
         assert words in text, text
+    return folder.name
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from mmspeed.protocols import Batch
 from tests.ranks.test_expert_states import home, train
 from tests.support.added_model import Meshes
 from tests.support.language_steps import settings_of
-from tests.support.pipeline_steps import LATENTS, PLAIN, made
+from tests.support.pipeline_steps import LATENTS, PLAIN, any_orders, made
 from tests.support.sequence_steps import MODEL, Still
 from tests.support.spawn import run_ranks
 
@@ -37,7 +37,12 @@ __all__ = ["home"]  # a fixture
 FLOAT = 4
 LAYOUTS = {
     2: [ParallelConfig(pp=2), ParallelConfig(pp=2, virtual=2), ParallelConfig(pp=2, virtual=2, schedule="dualpipe_v")],
-    4: [ParallelConfig(pp=4), ParallelConfig(pp=2, virtual=2, ulysses=2), ParallelConfig(pp=2, virtual=2)],
+    4: [
+        ParallelConfig(pp=4),
+        ParallelConfig(pp=2, virtual=2, ulysses=2),
+        ParallelConfig(pp=2, virtual=2),
+        ParallelConfig(pp=2, virtual=2, ulysses=2, schedule="overlap"),
+    ],
 }
 
 
@@ -65,22 +70,32 @@ def steps_of(kind: str, parallel: ParallelConfig, count: int, meshes: Meshes, fi
     assert isinstance(learner.runner, PipelineRunner)
     rows = PipelineRows(learner.runner, Device("cpu", 0), lambda step: step == 2, file)
     batches = [of.batch(number, number % 3, 1.0) for number in range(count)]
+    divisors = dict.fromkeys(("samples", "tokens", "real_tokens"), 9.0)
     before, timed = layout.ledger.copy(), []
     for step in range(2):
         rows.before_step(step)
         before = layout.ledger.copy()
-        learner.run(batches, dict.fromkeys(("samples", "tokens", "real_tokens"), 9.0), 1.0)
+        learner.run(batches, divisors, 1.0)
         timed.append(learner.runner.passes is not None)
     sent = layout.ledger.since(before).bytes
     shared = sum(local(p).numel() for _, parameters in shared_parameters(model) for p in parameters) * FLOAT
     traffic = stage_traffic(pipeline, dist.get_rank(group), [carried(kind, batch, parallel) for batch in batches])
     wanted = traffic.forward + traffic.backward + gradient_traffic(shared, parallel.pp, "pp")
+    row, grads = rows.row()["pipeline"], list[Any]()
+    found = learner.runner.orders
+    for orders in (found, any_orders(pipeline)):
+        learner.runner.orders = orders
+        model.zero_grad()
+        learner.run(batches, divisors, 1.0)
+        grads.append([local(p.grad).tolist() for p in model.parameters() if p.grad is not None])
     return {
         "what": f"{kind}, {parallel.schedule}, {parallel.sizes()}, {count}",
         "sent": {what: n for what, n in sent.items() if what[1] == "pp" and n},
         "wanted": dict(wanted),
         "timed": timed,
-        "row": rows.row()["pipeline"],
+        "row": row,
+        "orders": sorted(found.items()),
+        "same": grads[0] == grads[1],
         "spans": spans_of(file.read_text()),
     }
 
@@ -102,6 +117,8 @@ def test_bytes_and_times_of_a_step_are_told(tmp_path: Path, world: int, counts: 
     for of_ranks in zip(*by_rank, strict=True):
         for found in of_ranks:
             row, what = found["row"], found["what"]
+            assert bool(found["orders"]) is ("overlap" in what and row["micro_batches"] == 5), what
+            assert found["same"] and found["orders"] == of_ranks[0]["orders"]
             assert found["sent"] == found["wanted"] and found["sent"], what
             assert found["timed"] == [False, True]
             assert row.get("short_steps", 0) == (2 if "dualpipe_v" in what and row["micro_batches"] < 4 else 0)
@@ -110,7 +127,7 @@ def test_bytes_and_times_of_a_step_are_told(tmp_path: Path, world: int, counts: 
                 assert computing + sum(waits) == pytest.approx(row["seconds"], abs=1e-4) and min(waits) >= 0, what
             busiest = max(row["compute"])
             assert row["bubble"] == pytest.approx(1 - busiest / row["seconds"], abs=2e-4)
-            assert 0 <= row["exposed"] <= row["bubble"] and row["reckoned_bubble"] > 0
+            assert 0 <= row["exposed"]["messages"] <= row["bubble"] * row["seconds"] and row["reckoned_bubble"] > 0
             for span, computing in zip(found["spans"], row["compute"], strict=True):
                 assert sum(end - begin for _, begin, end in span) == pytest.approx(computing, abs=1e-4)
                 assert all(before[2] <= after[1] for before, after in itertools.pairwise(span))

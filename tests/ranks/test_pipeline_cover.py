@@ -15,6 +15,7 @@ from tests.support.pipeline_steps import LAYOUTS, SETTINGS, cover, steps
 from tests.support.spawn import run_ranks
 
 TOLERANCE = 1e-5
+WAITING = ("zb_h1", "zbv", "dualpipe_v", "overlap")  # schedules whose gradients of weights wait
 FEW: list[Combination] = [
     {"world": "2", "layout": "stages", "kind": kind, "schedule": schedule, "count": count, "shapes": "of micro-batches", "memory": memory}
     for kind, schedule, count, memory in (
@@ -30,12 +31,7 @@ def wrong(case: Combination, ranks: list[dict[str, Any]]) -> list[str]:
     first = ranks[0]
     free = case["memory"] != "states on the host"  # its weights move
     apart = set(first["shared"]) if case["kind"] != "dense" and case["kind"] != "experts" else set()
-    waits = case["schedule"] in (
-        "overlap",
-        "zb_h1",
-        "zbv",
-        "dualpipe_v",
-    )  # another product gives gradients of weights that wait
+    waits = case["schedule"] in WAITING  # another product gives gradients of weights that wait
     exact = case["layout"] in ("stages", "four stages") and free and not waits and case["memory"] != "compiled"
     held = {
         "the same gradients": not first["missing"] and not first["more"] and not first["apart"],
@@ -44,10 +40,17 @@ def wrong(case: Combination, ranks: list[dict[str, Any]]) -> list[str]:
         "gradients": first["gap"] <= TOLERANCE,
         "loads of experts": first["counted"],
         "bits": not exact or not set(first["other"]) - apart,
+        "contributions": all(of_weights(rank["computed"], waits) for rank in ranks),
         "boundaries": not any(rank["uncrossed"] for rank in ranks),
     }
     facts = {name: value for name, value in first.items() if name not in ("counts", "shared")}
     return [f"{case}: {what}: {facts}, {[r['uncrossed'] for r in ranks]}" for what, holds in held.items() if not holds]
+
+
+def of_weights(computed: tuple[dict[str, int], int], waits: bool) -> bool:
+    """True where each weight that waits, and has a name, had its gradient once a micro-batch."""
+    counts, batches = computed
+    return bool(counts) == waits and all(count == batches for name, count in counts.items() if name)
 
 
 def hold(world: int, wanted: list[Combination]) -> None:
@@ -62,6 +65,10 @@ def test_the_covers_have_many_combinations_of_all_values() -> None:
     assert len(cases) >= 60
     for name, values in SETTINGS.items():
         assert {case[name] for case in cases} == {*values}, name
+    waiting = [case for world in (2, 4) for case in cover(world) if case["schedule"] in WAITING]
+    assert len(waiting) >= 40
+    for name, values in (SETTINGS | {"schedule": WAITING, "layout": [*LAYOUTS[2], *LAYOUTS[4]]}).items():
+        assert {case[name] for case in waiting} == {*values}, name
 
 
 def test_a_few_compute_what_one_process_does() -> None:

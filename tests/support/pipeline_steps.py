@@ -5,7 +5,9 @@ Used by `tests/ranks/test_pipeline_cover.py`; one spawn of ranks computes many c
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,13 +25,14 @@ from mmspeed.config.training import TrainConfig
 from mmspeed.data import SampleUse
 from mmspeed.data.sampling.pack_order import PackLength, PackSample
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
-from mmspeed.loop.pipeline import runner_of
+from mmspeed.loop.pipeline import PipelineRunner, runner_of
 from mmspeed.loop.step import Learner, train_step
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.sora.model import SoraDiT
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
 from mmspeed.parallel.stages import cut_into_stages
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
+from mmspeed.plan.overlap import Order
 from mmspeed.plan.schedules import Pipeline
 from mmspeed.protocols import Batch, Item, Term, Terms, Update
 from mmspeed.shapes import Bucket
@@ -218,6 +221,32 @@ def divisors_of(numbers: Sequence[tuple[int, int]], language: bool) -> dict[str,
     return divisors
 
 
+def any_orders(pipeline: Pipeline, nodes: int = 60) -> dict[tuple[int, int], Order]:
+    """An order for each pair of stages, of no sense."""
+    drawn, stages = random.Random(7), range(pipeline.stages)
+    return {pair: tuple(drawn.choices((0, 1), k=nodes)) for pair in itertools.product(stages, stages)}
+
+
+def count_computed(model: nn.Module, learner: Learner) -> Counter[str]:
+    """Counts, from now on, how often the gradient of each weight that waits is computed."""
+    computed, gradients = Counter[str](), getattr(learner.runner, "gradients", None)
+    if gradients is None:
+        return computed
+    leave = gradients.leave
+
+    def counted(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+        name = next((name for name, own in unwrap(model).named_parameters() if own is weight), "")
+
+        def compute() -> Tensor:
+            computed[name] += 1
+            return gradient()
+
+        leave(weight, compute)
+
+    gradients.leave = counted
+    return computed
+
+
 def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str, Any]:
     """Two steps: losses and norms, and the gradients of the second one. One process computes the items of all lanes."""
     parallel = parallel_of(case)
@@ -247,10 +276,14 @@ def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[
 
     optimizer.step = keep
     learner, results = whole_model.learner(model, strategy, optimizer), []
+    computed, batches_here = count_computed(model, learner), 0
     lane, share = (mesh.reader().index, 1 / parallel.group) if mesh is not None else (0, 1.0)
     for step in range(2):
+        if step and isinstance(learner.runner, PipelineRunner):
+            learner.runner.orders = any_orders(Pipeline.of(parallel))
         numbers = numbers_of(case, step, lanes)
         batches = [whole_model.batch(*each, share) for each in (numbers if world == 1 else numbers[lane::lanes])]
+        batches_here += len(batches)
         results.append(
             train_step(
                 {"model": model}, [learner], batches, divisors_of(numbers, case["kind"] in DECODERS), clip_norm=None,
@@ -266,6 +299,7 @@ def steps_of(case: Combination, world: int, groups: Groups, lanes: int) -> dict[
         "shared": [name for _, names in stages.shared for name in names] if stages is not None else [],
         "stages": stages is not None and [*stages.own],
         "uncrossed": uncrossed(unwrap(model)),
+        "computed": (computed, batches_here),
     }
 
 
@@ -278,7 +312,7 @@ def compared(case: Combination, world: int, groups: Groups, truths: dict[Any, di
     parallel = parallel_of(case)
     lanes = world // (parallel.group * parallel.pp)
     got = steps_of(case, world, groups, lanes)
-    mine = {name: got[name] for name in ("uncrossed", "stages", "counts")}
+    mine = {name: got[name] for name in ("uncrossed", "stages", "counts", "computed")}
     every: list[Any] = [None] * world
     first_here = dist.get_rank() % (world // parallel.pp) == 0
     dist.gather_object((got["grads"] if first_here else {}, got["counts"]), every if dist.get_rank() == 0 else None)

@@ -511,7 +511,7 @@ class TwoStages:
     def after_weights(self, stage: int, last: bool) -> None:
         self.told.append(("weights", stage, last))
 
-    def together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+    def together(self, ahead: int, behind: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         self.told.append("pair")
         forward()
         backward()

@@ -11,6 +11,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import check_division
+from mmspeed.parallel.stage_weights import check_waiting
 from mmspeed.protocols.plan import Block, ModelPlan, declare_plan
 from tests.support.runs import small_config
 
@@ -63,6 +64,22 @@ def test_models_that_cannot_be_cut_are_refused(model: str, settings: dict[str, o
     with pytest.raises(UserError) as caught:
         check_division(made, ParallelConfig.model_validate(settings), 8)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_schedules_that_put_off_gradients_want_linear_layers_that_train() -> None:
+    parallel = ParallelConfig(pp=2, schedule="zb_h1")
+    model = Own(plan=True)
+    assert check_waiting(model, parallel) is None
+    for layer in model.layers:
+        layer.conv = nn.Conv1d(4, 4, 5)
+    assert "only 15% of the gradients" in str(check_waiting(model, parallel))  # 16 of 16 + 4 + 80 + 4
+    for layer in model.layers:
+        layer.weight.requires_grad_(False)
+    with pytest.raises(
+        UserError, match=r"parallel\.schedule zb_h1: nothing that trains .* of Own .* set parallel\.schedule 1f1b"
+    ):
+        check_waiting(model, parallel)
+    assert check_waiting(model, ParallelConfig(pp=2)) is None
 
 
 def test_devices_are_multiples_of_the_stages() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from mmspeed.__main__ import main
 from mmspeed.config import load_config
 from mmspeed.pipelines.report.pipeline_plan import PipelinePlanner, Rates
+from mmspeed.pipelines.tuning.stage_work import MicroBatchWork, NodeWork, PassWork
 from mmspeed.plan.simulate import reckoned
 from mmspeed.plan.traffic import EvenRouting, token_bytes
 
@@ -45,15 +47,18 @@ def test_the_work_of_blocks_is_the_cost_of_the_task(tmp_path: Path) -> None:
     size = plan.size(plan.config.parallel)
     work, whole = plan.work(size), plan.task.domain.work(size.shape)
     counted = work.stage(range(len(work.blocks)))
-    assert (size.items, size.batches, counted.forward) == (1, 8, whole.matmul)
+    (forward,), (backward,), blocks = counted.forward, counted.backward, work.blocks
+    assert (size.items, size.batches, forward.operations) == (1, 8, whole.matmul)
     # attention's backward is two and a half of its forward, of which none is for weights; the head is computed once more
-    assert counted.weight + counted.input == 2 * whole.products + 2.5 * whole.attention + work.last.forward
-    assert sum(each.weight for each in work.blocks) == whole.products - work.last.forward
+    head = sum(node.operations for node in work.last.forward)
+    assert backward.weights + backward.operations == 2 * whole.products + 2.5 * whole.attention + head
+    assert sum(node.weights for block in blocks for node in block.backward) == whole.products - head
     step = plan.step(plan.config.parallel)
     assert sum(step.simulated.busy) == pytest.approx(8 * counted.operations / 100e12)
     again = planner(written(tmp_path, memory={"activation_policy": {"block": "recompute"}}), "parallel.pp=2").work(size)
-    first = work.blocks[0]  # recomputation ends before the last product, whose result no gradient needs
-    assert first.input < again.blocks[0].input < first.input + first.forward
+    # recomputation ends before the last product, whose result no gradient needs
+    ((own,), (ahead,), (more,)) = blocks[0].backward, blocks[0].forward, again.blocks[0].backward
+    assert own.operations < more.operations < own.operations + ahead.operations and more.weights == own.weights
 
 
 def test_rows_to_experts_are_those_of_the_formulas(tmp_path: Path) -> None:
@@ -61,11 +66,42 @@ def test_rows_to_experts_are_those_of_the_formulas(tmp_path: Path) -> None:
     assert plan.devices == 8
     routing, tokens = EvenRouting(8, 2), 128
     (_, nodes) = token_bytes(routing, 4, 2, 128, 2)
-    sent = plan.work(plan.size(plan.config.parallel)).blocks[0].sent
-    assert sent["ep_inner"] == pytest.approx(tokens * nodes.within / 2, rel=0.01)
-    assert sent["ep_outer"] == pytest.approx(tokens * nodes.between / 2, rel=0.01)
-    step = plan.step(plan.config.parallel, explain=True)
-    assert step.exposed is not None and 0 < step.exposed["experts"] < step.simulated.step
+    out, further, back, home, last = plan.work(plan.size(plan.config.parallel)).blocks[0].forward
+    assert back.sent["ep_inner"] + further.sent["ep_inner"] == pytest.approx(tokens * nodes.within / 2, rel=0.01)
+    assert out.sent["ep_outer"] + home.sent["ep_outer"] == pytest.approx(tokens * nodes.between / 2, rel=0.01)
+    assert [len(each.sent) for each in (out, further, back, home, last)] == [1, 1, 1, 1, 0]
+
+
+def test_nodes_of_a_block_of_experts(tmp_path: Path) -> None:
+    """Attention up to dispatch, experts up to combine, and back; they sum to the block without exchanges, and recomputation is in them."""
+    path = written(tmp_path, EXPERTS)
+
+    def nodes(*keys: str) -> tuple[Sequence[NodeWork], Sequence[NodeWork]]:
+        plan = planner(path, "parallel.pp=2", *keys)
+        block = plan.work(plan.size(plan.config.parallel)).blocks[0]
+        return block.forward, block.backward
+
+    (attention, experts, rest), (none, back, behind) = nodes("parallel.ep=2")
+    rows = 128 * 2 // 2  # to the other process
+    assert [dict(node.sent) for node in (attention, experts, rest)] == [
+        {"ep": rows * (2 * 128 + 4)},
+        {"ep": rows * 2 * 128},
+        {},
+    ]
+    assert [dict(node.sent) for node in (none, back, behind)] == [
+        dict(node.sent) for node in (experts, attention, rest)
+    ]
+    assert experts.operations == back.operations == back.weights == 3 * 2 * 256 * 128 * 128
+    assert (rest.operations, none.operations + none.weights) == (0, 0) and behind.weights > 0
+    ((whole,), (whole_back,)) = nodes("parallel.ep=1")
+    assert whole.operations == attention.operations + experts.operations
+    assert (whole_back.operations, whole_back.weights) == tuple(
+        sum(getattr(node, part) for node in (back, behind)) for part in ("operations", "weights")
+    )
+    _, again = nodes("parallel.ep=2", "memory.activation_policy={block: recompute}", "memory.exchange_again=true")
+    assert [bool(node.sent) for node in again] == [True, True, True, False] and again[0].sent == attention.sent
+    assert sum(node.weights for node in again) == whole_back.weights
+    assert again[0].operations == attention.operations
 
 
 def test_the_command_prints_and_draws_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +116,24 @@ def test_the_command_prints_and_draws_a_step(tmp_path: Path, capsys: pytest.Capt
         out.count("\n  0 ") >= 1
         and (tmp_path / "step.svg").read_text(encoding="utf-8").count("<title>") == 1 + 6 * 8 * 2
     )
+
+
+def test_what_each_schedule_gains_and_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, rates = written(tmp_path, EXPERTS), ["--tflops", "1", "--inner", "2"]
+    keys = ["parallel.pp=2", "parallel.virtual=2", "parallel.ep=2", "parallel.schedule=overlap"]
+    assert main(["plan", str(path), "--pipeline", *keys, *rates]) == 0
+    out = capsys.readouterr().out
+    added = [float(each) for each in re.findall(r"rows of experts [\d.]+ [mu]?s \(([\d.]+)%\)", out)]
+    assert len(added) == 2 and added[0] < 0.5 * added[1]
+    table = dict(re.findall(r"^  (\w+) +[\d.]+ [mu]?s +[\d.]+% +(.*B)(?:  that of the config)?$", out, re.MULTILINE))
+    assert set(table) == {"interleaved", "zbv", "dualpipe_v", "overlap"} and out.count("that of the config") == 1
+    plan = planner(path, *keys)
+    steps = {each.schedule: plan.step(each) for each in plan.schedules(plan.config.parallel)}
+    for schedule, words in table.items():
+        weights, activations = (float(each) for each in re.findall(r"([\d.]+) MB", words))
+        assert weights + activations == pytest.approx(max(plan.memory(steps[schedule])) / 1e6, abs=0.2), schedule
+    one = planner(path, "parallel.pp=2", "parallel.extra_warmup=true")
+    assert [each.schedule for each in one.schedules(one.config.parallel)] == ["1f1b", "zb_h1"]
 
 
 def test_the_search_finds_the_best_of_all_that_fit(tmp_path: Path) -> None:
@@ -100,9 +154,8 @@ def test_the_search_finds_the_best_of_all_that_fit(tmp_path: Path) -> None:
 def test_equal_stages_stand_still_as_reckoned(tmp_path: Path) -> None:
     plan = planner(written(tmp_path), "parallel.pp=4", "parallel.virtual=2")
     size = plan.size(plan.config.parallel)
-    work = plan.work(size)
-    half = type(work.last)(1.0, 1.0, 1.0)
-    plan._works[size.shape, size.items] = type(work)((half,) * 8, type(half)(), type(half)(), 0)
+    half = PassWork((NodeWork(1.0),), (NodeWork(1.0, 1.0),))
+    plan._works[size.shape, size.items] = MicroBatchWork((half,) * 8, PassWork(), PassWork(), 0)
     step = plan.step(plan.config.parallel)
     assert step.simulated.idle == pytest.approx(reckoned(step.pipeline, 8).idle)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
-from mmspeed.plan.measured_pipeline import MeasuredStep, Pass, measured_step, spans_of
-from mmspeed.plan.schedules import Action, Pipeline
+from mmspeed.plan.measured_pipeline import MeasuredNode, MeasuredStep, Pass, measured_nodes, measured_step, spans_of
+from mmspeed.plan.overlap import Node, StageNodes
+from mmspeed.plan.schedules import Action, Pair, Pipeline
 from mmspeed.plan.simulate import Simulated, simulate
 
 
@@ -45,7 +47,7 @@ def test_a_simulated_step_is_measured_as_it_is(pipeline: Pipeline, batches: int,
     own = 0.0 if pipeline.overlaps else 0.1  # pairs: of both passes
     found = measured(step, pipeline, batches, [0.0] * pipeline.ranks, own)
     assert found.step.step == pytest.approx(step.step)
-    assert found.exposed == pytest.approx(step.step - free.step, abs=1e-9)
+    assert found.exposed == {"messages": pytest.approx(step.step - free.step, abs=1e-9)}
     works = [own * len(row) for row in step.spans]
     assert found.waits["own"] == pytest.approx(works)
     assert found.step.busy == pytest.approx([busy - work for busy, work in zip(step.busy, works, strict=True)])
@@ -75,6 +77,30 @@ def test_clocks_are_moved_as_far_as_messages_say() -> None:
                 assert begin >= ends[Action("forward", part.stage - 1, part.batch)] - 1e-9
     assert found.step.busy == pytest.approx(step.busy)
     assert found.step.step == pytest.approx(step.step, rel=0.05)
+
+
+def test_nodes_come_from_passes_by_themselves_and_weights_from_where_they_fill() -> None:
+    """Exchanges of pairs are hidden, so that their waits say nothing; an exchange that came while it was filled is at most as long as a forward one."""
+    pipeline, experts = Pipeline(1, 2, schedule="overlap"), "experts"
+    passes = []
+    for action in (part for row in pipeline.table(4) for entry in row for part in entry.parts):
+        alone = action not in {
+            part for row in pipeline.table(4) for entry in row if isinstance(entry, Pair) for part in entry.parts
+        }
+        waited = 0.3 if alone else 0.0
+        nodes = [MeasuredNode(1.0, 0.0, waited, experts), MeasuredNode(0.5)]
+        if action.kind == "backward":
+            nodes = [
+                MeasuredNode(0.1, 0.4, 0.0, experts),
+                MeasuredNode(1.0, 0.2, waited / 3, experts),
+                MeasuredNode(2.0),
+            ]
+        passes.append(Pass(action.kind, action.stage, action.batch, 0.0, 1.0, 0.0, nodes))
+    found = measured_nodes(passes, pipeline.table(4))
+    back = (Node(0.1, 0.3, 0.0), Node(1.0, 0.3, 0.2), Node(2.0, 0.0, 0.4))
+    assert found == {stage: StageNodes((Node(1.0, 0.3), Node(0.5)), back) for stage in (0, 1)}
+    assert measured_nodes([each for each in passes if each.kind == "forward"], pipeline.table(4)) == {}
+    assert [Pass.of(each) for each in json.loads(json.dumps(passes))] == passes
 
 
 def test_spans_come_back_from_the_file() -> None:

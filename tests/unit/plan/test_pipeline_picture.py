@@ -39,7 +39,7 @@ def test_passes_that_overlap_share_a_bars_height_and_narrow_ones_have_no_label()
     pair = Pair(Action("forward", 0, 3), Action("backward", 1, 21))
     (above, below, narrow) = bars(pipeline_svg([[(pair, 0.0, 1.0)], [(Action("weight", 0, 12), 0.0, 1e-4)]]))
     assert (above[3], below[3], above[4], below[4]) == (ROW / 2, ROW / 2, "3", "21")
-    assert narrow[4] == "" and narrow[0].endswith("0 ms to 0.1 ms")
+    assert narrow[4] == "" and narrow[0].endswith("0 ms to 100 us")
 
 
 def test_a_step_without_passes_is_drawn() -> None:

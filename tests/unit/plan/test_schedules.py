@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torchs
 
 from mmspeed.plan.schedules import Action, Pair, Pipeline, ScheduleName, Table, interleaved
-from mmspeed.plan.simulate import Exchange, Lane, simulate
+from mmspeed.plan.simulate import simulate
 from tests.support.schedules import check_table
 
 TORCHS = {
@@ -78,13 +78,11 @@ def test_random_steps_never_lock_and_the_check_agrees_with_the_simulator() -> No
         lengths = {part: draw.random() for row in table for entry in row for part in entry.parts}
         message = draw.random()
 
-        def swaps(action: Action) -> list[Exchange]:
-            return [Exchange("experts", draw.choice(get_args(Lane)), draw.random())]  # noqa: B023  # fmt: skip
-
         flying = check_table(table, pipeline, batches)
-        step = simulate(table, pipeline, lengths.__getitem__, lambda _: message * draw.random(), exchanges=swaps)  # noqa: B023
+        step = simulate(table, pipeline, lengths.__getitem__, lambda _: message * draw.random())  # noqa: B023
         assert [[entry for entry, _, _ in row] for row in step.spans] == table and step.in_flight == flying
-        assert step.step >= max(sum(lengths[part] for entry in row for part in entry.parts) for row in table)
+        busiest = max(sum(lengths[part] for entry in row for part in entry.parts) for row in table)
+        assert step.step >= busiest * (1 - 1e-12)
         row = draw.choice(table)
         first, second = draw.randrange(len(row)), draw.randrange(len(row))
         row[first], row[second] = row[second], row[first]

@@ -1,15 +1,14 @@
-"""Steps of pipelines, simulated: closed forms exactly, what is in flight, what exchanges cost, and the picture."""
+"""Steps of pipelines, simulated: closed forms exactly, what is in flight, messages, and the picture."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 
-from mmspeed.plan.schedules import Action, Pair, Pipeline, ScheduleName, Table
-from mmspeed.plan.simulate import Exchange, Simulated, exposed, picture, reckoned, simulate
+from mmspeed.plan.schedules import Action, Pipeline, ScheduleName
+from mmspeed.plan.simulate import Simulated, picture, reckoned, simulate
 from tests.support.schedules import check_table
 
 SCHEDULES: tuple[tuple[ScheduleName, int], ...] = (
@@ -91,36 +90,6 @@ def test_fewer_micro_batches_than_fill_a_schedule_run_over_the_same_stages() -> 
                 whole = timed(pipeline, pipeline.least, 1, 1, 1, 3)
                 assert all(map(int.__le__, step.in_flight, whole.in_flight)), (pipeline, batches)
                 assert step.step < 3 * virtual * (batches + ranks - 1), (pipeline, batches)  # 1F1B of whole ranks
-
-
-def test_what_exchanges_cost() -> None:
-    pipeline = Pipeline(4, 2, schedule="dualpipe_v")
-    table = pipeline.table(16)
-    experts = Exchange("experts", "outer", 1.0)
-
-    def cost(*exchanges: Exchange, message: float = 0.0, table: Table = table) -> dict[str, float]:
-        return exposed(table, pipeline, lambda _: 9.0, message, exchanges=lambda _: exchanges)
-
-    assert cost() == {"messages": 0.0}
-    apart = [[part for entry in row for part in entry.parts] for row in table]
-    assert cost(experts)["experts"] < 0.4 * cost(experts, table=apart)["experts"]  # those of pairs are hidden
-    assert cost(experts, message=1.0)["messages"] > 0
-
-
-def test_lanes() -> None:
-    """Times of one rank by hand: exchanges of one lane follow one another, a pair computes while it exchanges."""
-    one, swap = Pipeline(1, 2, schedule="dualpipe_v"), Exchange("experts", "inner", 2.0)
-    pair = Pair(Action("forward", 0, 1), Action("backward", 1, 0))
-    first = [Action("forward", 0, 0), Action("forward", 1, 0)]
-
-    def ends(*exchanges: Exchange) -> list[float]:
-        step = simulate([[*first, pair]], one, lambda _: 1.0, exchanges=lambda _: exchanges)
-        return [end for _, _, end in step.spans[0]]
-
-    assert ends() == [1.0, 2.0, 4.0]
-    assert ends(swap) == [3.0, 6.0, 10.0]
-    assert ends(swap, replace(swap, lane="outer", seconds=0.5)) == [3.5, 7.0, 11.0]
-    assert ends(replace(swap, seconds=0.5)) == [1.5, 3.0, 5.0]
 
 
 def test_messages_of_a_rank_follow_one_another() -> None:
