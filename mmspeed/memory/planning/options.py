@@ -347,13 +347,15 @@ class StepFigures:
             return held + max(kept + one.forward for kept, one in zip(until, at, strict=True))
         behind = list(accumulate((one.waits for one in reversed(at)), initial=0))
         left = [one.waits for one in (*at[1:], at[-1])] if self.fills else behind[-2::-1]
-        back = [kept + one.backward + waits for kept, one, waits in zip(until, at, left, strict=True)][::-1]
-        back += [behind[-1] + fresh] if flight.kind == "backward" and not self.fills else []
+        back = [(kept + waits, one.backward) for kept, one, waits in zip(until, at, left, strict=True)][::-1]
+        back += [(behind[-1], fresh)] if flight.kind == "backward" and not self.fills else []
         if flight.sums and self.sums:
-            back.append(max(self.sums[flight.at.start : flight.at.stop]))
-        going = [kept + one.forward for kept, one in zip(accumulate(one.kept for one in ahead), ahead, strict=True)]
-        gone = sum(one.kept for one in ahead)
-        return held + max(map(add, back, [*going, *[gone] * len(back)]))
+            back.append((0, max(self.sums[flight.at.start : flight.at.stop])))
+        along = list(zip(accumulate(one.kept for one in ahead), (one.forward for one in ahead), strict=True))
+        gone = [(sum(one.kept for one in ahead), 0)] * len(back)
+        # one of a pair computes at a time: the other one, which waits in an exchange, has what it keeps
+        both = zip(back, [*along, *gone], strict=False)
+        return held + max(kept + other + max(takes, more) for (kept, takes), (other, more) in both)
 
     def plain_peak(self) -> int:
         """Bytes at the peak of a step that saves everything."""
