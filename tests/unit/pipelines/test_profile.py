@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +39,6 @@ from mmspeed.pipelines.tuning.profile import (
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket
-from mmspeed.torch_internals import counted_alike
 from tests.support.runs import small_config
 
 SHORT, LONG = Bucket(1, 32, 48), Bucket(5, 32, 48)
@@ -165,17 +163,6 @@ def test_memory_of_the_cpu_is_counted_to_the_byte() -> None:
 
     assert peak_bytes(CPU, 0, work) == 4 * 6000
     assert peak_bytes(CPU, 77, lambda: None) == 77
-
-    def in_threads() -> None:
-        box = [torch.empty(5000)]
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(box.clear).result()  # as gloo's threads do, which are not profiled
-            pool.submit(counted_alike(lambda: box.extend([torch.empty(6000), torch.empty(2000)]))).result()
-            torch.empty(500)
-            pool.submit(counted_alike(box.clear)).result()
-        torch.empty(8100)
-
-    assert [peak_bytes(CPU, 0, in_threads) for _ in range(2)] == [4 * 8500] * 2
 
 
 def test_which_errors_say_that_memory_is_full() -> None:
