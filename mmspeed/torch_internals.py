@@ -6,11 +6,14 @@ or changes its behaviour. Costly modules are imported by the functions that need
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 import torch
@@ -453,7 +456,7 @@ class PipelineActions:
             if number - 1 in stages:
                 stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
 
-        self._calls.together(at[0], behind[0], forward, backward)
+        self._calls.together(at[0], behind[0], forward, counted_alike(backward))
 
 
 def _torch_table(table: Sequence[Sequence[Any]]) -> dict[int, list[Any]]:
@@ -708,6 +711,55 @@ def memory_segments(memory: Any) -> list[dict[str, Any]]:
     """The allocator's segments on all devices, each with its blocks."""
     segments: list[dict[str, Any]] = memory._snapshot()["segments"]
     return segments
+
+
+# ---- the memory of the CPU. torch's profiler notes it in the thread that started it alone
+
+
+@cache
+def _allocator() -> Any:
+    """The library of torch's allocator."""
+    return ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("*c10.*"))))
+
+
+def cpu_totals(work: Callable[[], object]) -> list[tuple[int, int]]:
+    """(bytes allocated or, below 0, freed, bytes in use behind it) in the course of `work`, of this thread and those of `counted_alike`.
+
+    What other threads free, such as gloo's, counts in the bytes in use.
+    """
+    ctypes.c_bool.in_dll(_allocator(), "FLAGS_caffe2_report_cpu_memory_usage").value = True
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some versions log each start and stop
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as recorded:
+        work()
+    assert recorded.kineto_results is not None
+    found, left = [], list(recorded.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.total_allocated))
+    return [(size, total) for _, size, total in sorted(found, key=lambda each: each[0])]
+
+
+def counted_alike(work: Callable[[], None]) -> Callable[[], None]:
+    """`work` for another thread, whose memory is noted with that of this one."""
+    if not torch.autograd._profiler_enabled():
+        return work
+    c10 = _allocator()
+    current = c10._ZN3c1020ThreadLocalDebugInfo7currentEv
+    become = c10._ZN3c1020ThreadLocalDebugInfo22_forceCurrentDebugInfoESt10shared_ptrIS0_E
+    current.restype = become.restype = None
+    own, none = (ctypes.c_void_p * 2)(), (ctypes.c_void_p * 2)()  # shared pointers, which are moved from
+    current(ctypes.byref(own))
+
+    def counted() -> None:
+        become(ctypes.byref(own))
+        try:
+            work()
+        finally:
+            become(ctypes.byref(none))
+
+    return counted
 
 
 # ---- torch's memory tracker. Importing it imports torch's compiler, half a second of it

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmspeed.mixin import mix_in
 from mmspeed.protocols.plan import Chunked, PreparesInput, check_adapter, modules_like, parts_of
-from mmspeed.torch_internals import is_sharded
+from mmspeed.torch_internals import is_fake, is_sharded
 
 from .chunked import Linear, chunked_mlp, in_chunks
 
@@ -143,7 +143,7 @@ def is_plain_linear(layer: nn.Module) -> bool:
     """True for a linear layer without adapter and without quantisation, be it packed or by a tensor class of its own."""
     if not isinstance(layer, nn.Linear) or not layer.weight.is_floating_point():
         return False
-    return is_sharded(layer.weight) or type(layer.weight) is nn.Parameter
+    return is_sharded(layer.weight) or is_fake(layer.weight) or type(layer.weight) is nn.Parameter
 
 
 def _module(block: nn.Module, pattern: str) -> nn.Module:

@@ -37,6 +37,7 @@ from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, stat
 from mmspeed.parallel import autocast, make_half
 from mmspeed.parallel.expert_outline import outline_experts
 from mmspeed.parallel.experts import spread_modules
+from mmspeed.parallel.stage_weights import let_weights_wait
 from mmspeed.pipelines.run.assembly import gathers_again, is_cast
 from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, budget_bytes, key_of, step_figures, weights_of
@@ -295,6 +296,8 @@ def shape_figures(
     with outlined_step(config, task, step) as outline:
         swap = FakeOffloader(Device("cpu", 0), parse_bytes(memory.offload_from))
         gauge = FakeTensorProfiler(speeds.flops, speeds.memory)
+        pipeline = Pipeline.of(config.parallel)
+        waiting = let_weights_wait(outline.model) if pipeline.weights_wait else None
         bench = BlockProfiler(
             gauge,
             swap,
@@ -304,6 +307,8 @@ def shape_figures(
             swap_seconds=speeds.swap_seconds,
             given=given,
             greatest=list,  # shapes are the same on all processes
+            waiting=waiting,
+            filled=outline.sent if pipeline.carries else None,
         )
         figures = step_figures(
             bench,
@@ -424,7 +429,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
 
     def option(one: Option) -> Option:
         kept_, forward, backward, host = (part(n, group) for n in (one.kept, one.forward, one.backward, one.host))
-        return Option(kept_, forward, backward, host, one.seconds / group, one.ways)
+        return Option(kept_, forward, backward, host, one.seconds / group, one.ways, part(one.waits, group))
 
     numbers = figures.static.parameters // (4 if memory.master == "parameters" else 2)
     experts = figures.experts or ((0, 0),) * len(figures.kinds)

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed import comm
+from mmspeed.comm import Ledger
 from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.compute.wgrad import WeightGradients
 from mmspeed.config.memory import MemoryConfig, parse_bytes
 from mmspeed.device import Device
 from mmspeed.memory import ActivationPolicies, set_policies
@@ -220,6 +222,8 @@ class BlockProfiler:
     swap_seconds: Callable[[int, float], float] | None = None
     given: ActivationPolicies | None = None  # the only option of every block, where nothing is chosen
     greatest: Callable[[list[float]], list[float]] = comm.all_reduce_max  # of figures that processes measure apart
+    waiting: WeightGradients | None = None  # those that the blocks leave
+    filled: Ledger | None = None  # of the exchanges in which they are computed
 
     def tell(self, calls: Sequence[BlockCall], ways: Any) -> None:
         """Set the ways of blocks."""
@@ -239,16 +243,33 @@ class BlockProfiler:
                 with self.offloader.lock:
                     self.offloader.tidy()
 
+        def fill(_: str | None, wait: Callable[[], None]) -> None:
+            assert self.waiting is not None
+            self.waiting.take()()
+            wait()
+
+        def backward() -> None:
+            if self.filled is not None:
+                self.filled.gives_way = fill
+            torch.autograd.backward(list(emptied(left)))
+            if self.filled is not None:
+                self.filled.gives_way = None
+
         call.clear()
+        if self.waiting is not None:  # all other gradients exist then
+            forward()
+            backward()
+            self.waiting.take()
         before = self.offloader.pool.used
         kept, peak = self.gauge.section(forward)
         host = self.offloader.pool.used - before
-        _, backward = self.gauge.section(lambda: torch.autograd.backward(list(emptied(left))))
+        _, peak_back = self.gauge.section(backward)
+        waits = 0 if self.waiting is None else -self.gauge.section(self.waiting.take)[0]
         call.clear()
-        bytes_ = self.greatest([float(kept), float(max(0, peak - kept)), float(max(0, backward)), float(host)])
-        kept, forward_, backward, host = map(int, bytes_)
+        bytes_ = self.greatest([*map(float, (kept, max(0, peak - kept), max(0, peak_back), host, waits))])
+        kept, forward_, back, host, waits = map(int, bytes_)
         # while a block runs, the tensors that the block before it offloads leave in forward and come back in backward
-        return Option(kept, forward_ + host, backward + host, host, ways=ways)
+        return Option(kept, forward_ + host, back + host, host, ways=ways, waits=waits)
 
     def clock(self, chain: Sequence[BlockCall], ways: Sequence[Any]) -> list[float]:
         """Seconds of forward and backward of one block in each of `ways`, measured over several blocks in a row to include prefetching."""

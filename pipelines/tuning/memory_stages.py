@@ -123,9 +123,14 @@ def _measured(
 
 
 def flights(
-    pipeline: Pipeline, batches: int, rank: int, blocks: dict[int, range], ends: RankEnds
+    pipeline: Pipeline, batches: int, rank: int, blocks: dict[int, range], ends: RankEnds, exchanges: bool = False
 ) -> tuple[Flight, ...]:
-    """The times of a rank's step at which its memory may be at its peak. blocks: the places of each stage's blocks among the rank's."""
+    """The times of a rank's step at which its memory may be at its peak. blocks: the places of each stage's blocks among the rank's.
+
+    exchanges: stages exchange within themselves, so that the passes of a pair take turns.
+    """
+    later = dict.fromkeys(blocks, 0)  # micro-batches whose gradients of weights wait
+    ahead = range(0)
     flying, waiting, held, read = dict.fromkeys(blocks, 0), set[tuple[str, int, int]](), dict[int, int](), 0
     sent: set[int] = set()  # stages whose last gradient is kept until the next one goes
     behind = dict.fromkeys(blocks, 0)  # backward passes of each stage
@@ -136,12 +141,23 @@ def flights(
         held.update((each, len(blocks)) for each in range(read, number + 1))
         read = max(read, number + 1)
 
-    def note(stage: int, taken: int = 0) -> None:
+    def note(kind: str, stage: int, taken: int = 0) -> None:
         beside = (len(held) - taken) * ends.batch + (len(waiting) + len(sent)) * ends.message
-        each = tuple(flying[of] for of, places in blocks.items() for _ in places)
-        found[Flight(each, blocks[stage], beside, behind[stage] == batches)] = None
+        each, wait = (tuple(of[own] for own, places in blocks.items() for _ in places) for of in (flying, later))
+        made = tuple(
+            behind[own] > (own == stage and kind in ("backward", "weight"))
+            for own, places in blocks.items()
+            for _ in places
+        )
+        found[Flight(each, blocks[stage], beside, behind[stage] == batches, kind, ahead, wait, made)] = None
 
-    for kind, stage, batch in _rows(pipeline, batches)[rank]:
+    rows = list(_rows(pipeline, batches)[rank])
+    pairs = [entry.parts for entry in pipeline.table(batches)[rank] if len(entry.parts) > 1]
+    firsts = {("forward", parts[0].stage, parts[0].batch) for parts in pairs}
+    if not exchanges:  # the backward pass of a pair goes first, and nothing stops it
+        for place in [place for place, row in enumerate(rows) if row in firsts]:
+            rows[place], rows[place + 1] = rows[place + 1], rows[place]
+    for kind, stage, batch in rows:
         if kind.startswith("receive"):
             look(batch)
             waiting.add((kind, stage, batch))
@@ -149,16 +165,21 @@ def flights(
             look(batch)
             waiting.discard(("receive_input", stage, batch))
             flying[stage] += 1
-            note(stage, taken=1)
+            if exchanges and (kind, stage, batch) in firsts:
+                ahead = blocks[stage]
+            else:
+                note(kind, stage, taken=1)
             held[batch] -= 1
             if not held[batch]:
                 del held[batch]
         else:
             behind[stage] += kind != "input"
-            note(stage)
+            note(kind, stage)
+            ahead = range(0)
             waiting.discard(("receive_gradient", stage, batch))
-            sent |= {stage} if stage else set()
-            flying[stage] -= kind != "input"
+            sent |= {stage} if stage and kind != "weight" else set()
+            flying[stage] -= kind != "weight"
+            later[stage] += {"input": 1, "backward": 0, "weight": -1}[kind]
     return tuple(found)
 
 
@@ -186,7 +207,10 @@ def rank_figures(
         places[stage] = range(start, start + len(bounds[stage]))
         of, busy = ends.stages[stage], places[stage][-1 if stage == pipeline.stages - 1 else 0]
         options[start] = tuple(replace(one, kept=one.kept + of.kept) for one in options[start])
-        options[busy] = tuple(replace(one, forward=max(one.forward, of.tail)) for one in options[busy])
+        options[busy] = tuple(
+            replace(one, forward=max(one.forward, of.tail), backward=max(one.backward, of.tail))
+            for one in options[busy]
+        )
     pick = partial(_picked, numbered)
     gradients, frozen = pick(figures.gradients), pick(figures.frozen)
     memory = config.memory
@@ -208,9 +232,13 @@ def rank_figures(
         frozen=frozen,
         experts=pick(figures.experts),
         plain_seconds=tuple(figures.plain_seconds[figures.kinds[place]] for place in numbered),
-        gradients_stay=batches > 1,
+        gradients_stay=batches > 1 or pipeline.weights_wait,
         fresh=pick(ends.fresh),
-        flights=flights(pipeline, batches, rank, places, ends),
+        flights=flights(
+            pipeline, batches, rank, places, ends, max(config.parallel.group, config.parallel.expert_devices) > 1
+        ),
+        weights_wait=pipeline.weights_wait,
+        fills=pipeline.carries,
     )
 
 

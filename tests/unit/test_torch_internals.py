@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -572,6 +573,22 @@ def test_a_table_with_receipts_as_torch_runs_it() -> None:
             assert came is None or (came in rows[rank][:place]) == (not first_or_last)
     pairs = [entry for entry in internals._torch_table(pipeline.table(8))[0] if entry.sub_actions]
     assert len(pairs) == sum(len(entry.parts) == 2 for entry in pipeline.table(8)[0])
+
+
+def test_memory_that_other_threads_take_and_free() -> None:
+    def work() -> None:
+        box = [torch.empty(5000)]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(box.clear).result()  # as gloo's threads do, which are not profiled
+            pool.submit(internals.counted_alike(lambda: box.extend([torch.empty(6000), torch.empty(2000)]))).result()
+            torch.empty(500)
+            pool.submit(internals.counted_alike(box.clear)).result()
+        torch.empty(8100)
+
+    for _ in range(2):
+        (size, total), *events = internals.cpu_totals(work)
+        assert max(later for _, later in events) - (total - size) == 4 * 8500
+        assert events[-1][1] == total - size
 
 
 def test_weights_that_are_held_whole() -> None:

@@ -82,6 +82,8 @@ def _grouped_refuses(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> str:
 @outside_graphs
 def looped_outer(left_RO: Tensor, right_RI: Tensor, ends_G: Tensor) -> Tensor:
     """The products of the columns of two matrices over each group's rows, `out_GOI` = `left_g^T right_g`: gradients of `looped_product`."""
+    if is_fake(right_RI):  # as in `looped_product`
+        return (left_RO.mT @ right_RI).repeat(len(ends_G), 1, 1)
     ends = ends_G.tolist()
     pairs = zip([0, *ends[:-1]], ends, strict=True)
     return torch.stack([left_RO[start:end].mT @ right_RI[start:end] for start, end in pairs])

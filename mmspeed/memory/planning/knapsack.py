@@ -24,6 +24,7 @@ class Option:
         host: bytes in the host's memory from its forward to its backward.
         seconds: that it adds to the plain block.
         ways: the way of each of its spans.
+        waits: bytes kept behind its backward, where the gradients of weights wait.
     """
 
     kept: int
@@ -32,6 +33,7 @@ class Option:
     host: int = 0
     seconds: float = 0.0
     ways: Mapping[str, str] = field(default_factory=dict)
+    waits: int = 0
 
 
 Blocks = Sequence[Sequence[Option]]

@@ -170,13 +170,19 @@ class Flight:
 
     blocks: for each block the micro-batches between its forward and its backward pass, the one that computes among them. at: the places of
     the blocks that compute. beside: bytes of micro-batches that were read and of messages. sums: whether it is the last backward pass of
-    these blocks, in which gradients are summed over shards.
+    these blocks, in which gradients are summed over shards. kind: of the pass. ahead: of a pair, the places of the blocks of the forward
+    pass. waiting: for each block the micro-batches whose gradients of weights wait. made: whether each block has gradients of
+    earlier micro-batches.
     """
 
     blocks: tuple[int, ...]
     at: range
     beside: int
     sums: bool = False
+    kind: str = "backward"
+    ahead: range = range(0)
+    waiting: tuple[int, ...] = ()
+    made: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -198,6 +204,7 @@ class StepFigures:
         flights: of a rank of a pipeline; none where each micro-batch's backward follows its forward.
         sums: bytes of each block with which gradients are summed over shards in a flight: as they are sent, and their shard, less its weights.
         fresh: bytes of the largest gradient of each block, which is added to those of earlier micro-batches in a flight.
+        weights_wait: whether the gradients of weights wait: at most to the next exchange where it `fills` them in.
     """
 
     static: StaticMemory
@@ -215,6 +222,8 @@ class StepFigures:
     flights: tuple[Flight, ...] = ()
     sums: tuple[int, ...] = ()
     fresh: tuple[int, ...] = ()
+    weights_wait: bool = False
+    fills: bool = False
     head_widths: Mapping[int, int] = field(default_factory=dict)  # operations of attention, where shapes tell them
 
     def with_host_base(self) -> StepFigures:
@@ -265,7 +274,7 @@ class StepFigures:
             if over <= 0:
                 return choice
             room -= over  # at another time, or in an earlier block
-        return None
+        return smallest if self.flights and self.peak(smallest := self.smallest()) <= budget else None
 
     def _within(self, room: int, in_flight: Sequence[int], host_room: int | None) -> list[int] | None:
         """The options that add least time within a room for what blocks keep and take."""
@@ -307,6 +316,10 @@ class StepFigures:
         kept = [options[option].kept for options, option in zip(blocks, chosen, strict=True)]
 
         def bytes_at(flight: Flight) -> int:
+            if self.weights_wait:
+                return flight.beside + self._bytes_with_waiting(
+                    flight, [b[o] for b, o in zip(blocks, chosen, strict=True)]
+                )
             at = slice(flight.at.start, flight.at.stop)
             others: int = sum(map(mul, flight.blocks, kept)) - sum(kept[at])  # beside the micro-batch that computes
             left, peaks = gradients[at], list[int]()
@@ -317,6 +330,32 @@ class StepFigures:
             return flight.beside + others + max([peak_of(blocks[at], chosen[at], gradients=left), *peaks])
 
         return max(self.fixed_peak, self.base + max(map(bytes_at, self.flights or (self.heaviest,))))
+
+    def _bytes_with_waiting(self, flight: Flight, options: Sequence[Option]) -> int:
+        """Bytes of blocks at the peak of a time, with the gradients that there are, where those of weights wait."""
+        at, ahead = (options[each.start : each.stop] for each in (flight.at, flight.ahead))
+        held = sum(count * one.kept for count, one in zip(flight.blocks, options, strict=True))
+        held += sum(count * one.waits for count, one in zip(flight.waiting, options, strict=False))
+        outside = self.static.gradients - sum(self.gradients)
+        held += sum(map(mul, flight.made, self.gradients)) + any(flight.made) * outside - sum(one.kept for one in ahead)
+        fresh = max(self.fresh[flight.at.start : flight.at.stop], default=0)
+        if flight.kind == "weight":
+            return held + fresh
+        held -= sum(one.kept for one in at)
+        until = list(accumulate(one.kept for one in at))
+        if flight.kind == "forward":
+            return held + max(kept + one.forward for kept, one in zip(until, at, strict=True))
+        behind = list(accumulate((one.waits for one in reversed(at)), initial=0))
+        left = [one.waits for one in (*at[1:], at[-1])] if self.fills else behind[-2::-1]
+        back = [(kept + waits, one.backward) for kept, one, waits in zip(until, at, left, strict=True)][::-1]
+        back += [(behind[-1], fresh)] if flight.kind == "backward" and not self.fills else []
+        if flight.sums and self.sums:
+            back.append((0, max(self.sums[flight.at.start : flight.at.stop])))
+        along = list(zip(accumulate(one.kept for one in ahead), (one.forward for one in ahead), strict=True))
+        gone = [(sum(one.kept for one in ahead), 0)] * len(back)
+        # one of a pair computes at a time: the other one, which waits in an exchange, has what it keeps
+        both = zip(back, [*along, *gone], strict=False)
+        return held + max(kept + other + max(takes, more) for (kept, takes), (other, more) in both)
 
     def plain_peak(self) -> int:
         """Bytes at the peak of a step that saves everything."""

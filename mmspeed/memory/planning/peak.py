@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mmspeed.device import Device
-from mmspeed.torch_internals import is_sharded
-
-MEMORY_EVENT = "[memory]"
+from mmspeed.torch_internals import cpu_totals, is_sharded
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
@@ -36,7 +32,8 @@ def peak_bytes(device: Device, resident: int, work: Callable[[], object]) -> int
     """The most bytes in use at one time during `work`. `resident` are those in use before, for the CPU's count.
 
     For an accelerator it is the caching allocator's peak. For the CPU it is `resident` and the sum over torch's allocations and
-    releases, one by one as its profiler records them: exact and repeatable, unlike the size of a process.
+    releases, one by one as its allocator counts them: exact and repeatable, unlike the size of a process. What other threads allocate
+    counts only with `counted_alike`; what they release always does.
     """
     if device.kind == "cpu":
         return resident + added_on_cpu(work)[1]
@@ -65,13 +62,9 @@ def no_collector() -> Iterator[None]:
 
 def added_on_cpu(work: Callable[[], object]) -> tuple[int, int]:
     """(bytes of the CPU that `work` adds and leaves allocated, bytes that it adds at its peak), as `peak_bytes` counts."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some versions log each start and stop
-    with no_collector(), torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as recorded:
-        work()
-    assert recorded.kineto_results is not None
-    events = [event for event in recorded.kineto_results.events() if event.name() == MEMORY_EVENT]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return held, peak
+    with no_collector():
+        events = cpu_totals(work)
+    if not events:
+        return 0, 0
+    before = events[0][1] - events[0][0]
+    return events[-1][1] - before, max(0, *(total - before for _, total in events))
