@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .autocast import autocast_alike
+from .autocast import autocast_alike, without_autocast
 from .operators.grouped import grouped_outer, grouped_product
 
 
@@ -64,7 +64,7 @@ class WeightGradients:
         def compute() -> None:
             while left:
                 weight, gradient = left.pop(0)
-                with torch.no_grad():
+                with torch.no_grad(), without_autocast(weight):  # that of the pass in whose exchange it is computed
                     value = gradient()
                 torch.autograd.backward(weight, value)
 

@@ -78,7 +78,7 @@ class PipelineRunner:
                 assert not self.gradients.left
                 weights.sum_rest()
         except RuntimeError as error:
-            if error.__cause__ is None:
+            if error.__cause__ is None or "failed to run forward" not in str(error):
                 raise
             raise error.__cause__ from None  # torch tells of each error of a forward pass by one of its own
         finally:

@@ -42,8 +42,8 @@ class Pass(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[Any]) -> Pass:
         """The pass of values as JSON gives them back."""
-        *own, nodes = values
-        return cls(*own, [MeasuredNode(*node) for node in nodes])
+        found = cls(*values)
+        return found._replace(nodes=[MeasuredNode(*node) for node in found.nodes])
 
     def waited(self, place: str) -> float:
         """Seconds of waits at a place."""
