@@ -77,7 +77,7 @@ def test_a_plan_tells_the_memory_of_each_rank(tmp_path: Path, world: int, waits:
             assert between == pytest.approx(held, rel=0.01), (rank, names)
             assert planned == pytest.approx(measured[0], rel=0.05), (rank, names)
             late = 0.01 if world == 2 else 0.05  # gloo may free buffers of shards a little later
-            assert measured[1:] == pytest.approx(measured[:1] * (len(measured) - 1), rel=late), (rank, names)
+            assert max(measured[1:]) == pytest.approx(measured[0], rel=late), (rank, names)
 
 
 OWN = ("model.num_hidden_layers=4", "sequence_length=255", "train.micro_batch_size=1", "train.steps=3")
