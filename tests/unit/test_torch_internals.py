@@ -589,6 +589,7 @@ def test_memory_that_other_threads_take_and_free() -> None:
         (size, total), *events = internals.cpu_totals(work)
         assert max(later for _, later in events) - (total - size) == 4 * 8500
         assert events[-1][1] == total - size
+    assert Path(internals._allocator()._name).name.startswith("libc10")
 
 
 def test_weights_that_are_held_whole() -> None:

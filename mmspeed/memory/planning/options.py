@@ -334,10 +334,11 @@ class StepFigures:
     def _bytes_with_waiting(self, flight: Flight, options: Sequence[Option]) -> int:
         """Bytes of blocks at the peak of a time, with the gradients that there are, where those of weights wait."""
         at, ahead = (options[each.start : each.stop] for each in (flight.at, flight.ahead))
-        held = sum(count * one.kept for count, one in zip(flight.blocks, options, strict=True))
+        held: int = sum(count * one.kept for count, one in zip(flight.blocks, options, strict=True))
         held += sum(count * one.waits for count, one in zip(flight.waiting, options, strict=False))
         outside = self.static.gradients - sum(self.gradients)
-        held += sum(map(mul, flight.made, self.gradients)) + any(flight.made) * outside - sum(one.kept for one in ahead)
+        there = sum(own for own, made in zip(self.gradients, flight.made, strict=True) if made)
+        held += there + any(flight.made) * outside - sum(one.kept for one in ahead)
         fresh = max(self.fresh[flight.at.start : flight.at.stop], default=0)
         if flight.kind == "weight":
             return held + fresh
