@@ -78,9 +78,9 @@ class PipelineRunner:
                 assert not self.gradients.left
                 weights.sum_rest()
         except RuntimeError as error:
-            if error.__cause__ is None or "failed to run forward" not in str(error):
+            if error.__cause__ is None:
                 raise
-            raise error.__cause__ from None  # torch tells of each error of a forward pass by one of its own
+            raise error.__cause__ from None  # torch tells of each error of a pass by one of its own
         finally:
             ledger.gives_way = None
             if self.gradients is not None:
