@@ -115,7 +115,7 @@ def test_a_pass_that_fails_ends_the_other_and_is_told_alone(order: str, kind: ty
     until = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.001)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # the threads of earlier turns may end meanwhile
 
 
 def test_ctrl_c_ends_the_pass_that_has_the_turn_at_its_next_exchange() -> None:
