@@ -45,7 +45,7 @@ class PipelineRunner:
         self.gradients = let_weights_wait(model) if pipeline.weights_wait else None
         self.weights = StageWeights(model, stages)
         self.turns = Turns(device) if pipeline.overlaps else None
-        self.orders: dict[tuple[int, int], Order] = {}  # of pairs of stages (forward, backward) that do not alternate
+        self.orders: dict[tuple[int, int], Order] = {}  # of pairs of stages (forward, backward); others alternate
         self.batches = 0  # micro-batches of the last step
         self.short_steps = 0  # steps of fewer micro-batches than fill the schedule
         self.mark: Marks | None = None  # with which passes are timed; None: they are not
@@ -244,10 +244,8 @@ class PipelineRows(BaseCallback):
     def __init__(self, runner: PipelineRunner, device: Device, due: Callable[[int], bool], file: Path | None) -> None:
         self.runner, self.due, self.file = runner, due, file
         self._mark = Marks(device)
-        self._orders, self._nodes = (
-            list[PairOrder](),
-            dict[int, StageNodes](),
-        )  # the nodes for which orders were searched
+        self._orders: list[PairOrder] = []
+        self._nodes: dict[int, StageNodes] = {}  # for which orders were searched
 
     def before_step(self, step: int) -> None:
         self.runner.mark, self.runner.passes = self._mark if self.due(step + 1) else None, None

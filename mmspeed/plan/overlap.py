@@ -193,7 +193,7 @@ def step_of(
 
     A pass by itself waits for its exchanges; where gradients of weights are carried, they are computed there.
     """
-    carries, pairs = pipeline.carries, dict[StageNodes, float]()
+    carries = pipeline.carries
 
     def seconds(action: Action) -> float:
         own = stages[action.stage]
@@ -209,9 +209,7 @@ def step_of(
         if series:
             return sum(map(seconds, entry.parts))
         both = StageNodes(stages[entry.forward.stage].forward, stages[entry.backward.stage].backward)
-        if both not in pairs:
-            pairs[both] = best_order(both, carries)[0]
-        return pairs[both]
+        return best_order(both, carries)[0]
 
     return simulate(pipeline.table(batches), pipeline, seconds, message, pair=pair)
 
