@@ -219,6 +219,11 @@ class ParallelConfig(Section):
         return self.together(split=True)
 
     @property
+    def exchanges(self) -> bool:
+        """True where the devices of a stage exchange rows or tokens within its passes."""
+        return max(self.group, self.expert_devices) > 1
+
+    @property
     def expert_devices(self) -> int:
         """Devices that share the experts of one copy of the parameters."""
         return self.ep * self.etp

@@ -182,7 +182,7 @@ class RunConfig(Section):
                 f"parallel.schedule {parallel.schedule} computes gradients of weights later than those of inputs, and train.compile makes one "
                 f"graph of both: set train.compile: false, or parallel.schedule {parallel.schedule_in_one}"
             )
-        if parallel.schedule == "overlap" and max(parallel.group, parallel.expert_devices) == 1:
+        if parallel.schedule == "overlap" and not parallel.exchanges:
             raise ValueError(
                 "parallel.schedule overlap hides what stages exchange within themselves, and nothing travels there: set parallel.ep (or tp, "
                 "ulysses, ring), or parallel.schedule interleaved"

@@ -256,7 +256,7 @@ class PipelinePlanner:
                 self.bounds(parallel)
             except (ValidationError, UserError):
                 continue
-            if max(parallel.group, parallel.expert_devices) > 1 or parallel.schedule != "overlap":
+            if parallel.exchanges or parallel.schedule != "overlap":
                 found.append(parallel)  # where nothing travels, there is nothing to overlap
         return found
 

@@ -234,9 +234,7 @@ def rank_figures(
         plain_seconds=tuple(figures.plain_seconds[figures.kinds[place]] for place in numbered),
         gradients_stay=batches > 1 or pipeline.weights_wait,
         fresh=pick(ends.fresh),
-        flights=flights(
-            pipeline, batches, rank, places, ends, max(config.parallel.group, config.parallel.expert_devices) > 1
-        ),
+        flights=flights(pipeline, batches, rank, places, ends, config.parallel.exchanges),
         weights_wait=pipeline.weights_wait,
         fills=pipeline.carries,
     )
