@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmspeed.torch_internals import add_gradient
+
 from .autocast import autocast_alike, without_autocast
 from .operators.grouped import grouped_outer, grouped_product
 
@@ -63,12 +65,14 @@ class WeightGradients:
 
         def compute() -> None:
             while left:
-                weight, gradient = left.pop(0)
-                with torch.no_grad(), without_autocast(weight):  # that of the pass in whose exchange it is computed
-                    value = gradient()
-                torch.autograd.backward(weight, value)
+                _add(*left.pop(0))
 
         return compute
+
+
+def _add(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+    with torch.no_grad(), without_autocast(weight):  # that of the pass in whose exchange it is computed
+        add_gradient(weight, gradient())
 
 
 class _Linear(torch.autograd.Function):
