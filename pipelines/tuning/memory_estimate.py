@@ -307,6 +307,7 @@ def shape_figures(
             swap_seconds=speeds.swap_seconds,
             given=given,
             greatest=list,  # shapes are the same on all processes
+            stay=pipeline.ranks > 1,
             waiting=waiting,
             filled=outline.sent if pipeline.carries else None,
         )

@@ -165,11 +165,8 @@ class BlockCall:
                 value.grad = None
 
 
-def capture(forward: Work, blocks: Sequence[nn.Module], *, frozen_ends: bool = False) -> list[BlockCall]:
-    """The calls of blocks in a forward pass that records no gradient.
-
-    frozen_ends: nothing outside of the blocks trains, so that only those arguments need gradients that blocks return too.
-    """
+def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
+    """The calls of blocks in a forward pass that records no gradient, so that all arguments are taken to need theirs."""
     calls: dict[int, BlockCall] = {}
 
     def leaf(tensor: Tensor) -> Tensor:
@@ -192,10 +189,6 @@ def capture(forward: Work, blocks: Sequence[nn.Module], *, frozen_ends: bool = F
         call = calls[id(block)]
         if isinstance(out, tuple):
             call.outputs = tuple(one.shape if isinstance(one, Tensor) else None for one in out)
-        if frozen_ends:
-            for value in (*call.args, *call.kwargs.values())[1 if call.outputs is None else len(call.outputs) :]:
-                if isinstance(value, Tensor):
-                    value.requires_grad_(False)
 
     handles = [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
     handles += [block.register_forward_hook(count) for block in blocks]
@@ -222,6 +215,7 @@ class BlockProfiler:
     swap_seconds: Callable[[int, float], float] | None = None
     given: ActivationPolicies | None = None  # the only option of every block, where nothing is chosen
     greatest: Callable[[list[float]], list[float]] = comm.all_reduce_max  # of figures that processes measure apart
+    stay: bool = False  # gradients of an earlier micro-batch exist
     waiting: WeightGradients | None = None  # those that the blocks leave
     filled: Ledger | None = None  # of the exchanges in which they are computed
 
@@ -255,17 +249,15 @@ class BlockProfiler:
             if self.filled is not None:
                 self.filled.gives_way = None
 
-        call.clear()
-        if self.waiting is not None:  # all other gradients exist then
-            forward()
-            backward()
-            self.waiting.take()
+        if not self.stay:
+            call.clear()
         before = self.offloader.pool.used
         kept, peak = self.gauge.section(forward)
         host = self.offloader.pool.used - before
         _, peak_back = self.gauge.section(backward)
         waits = 0 if self.waiting is None else -self.gauge.section(self.waiting.take)[0]
-        call.clear()
+        if not self.stay:
+            call.clear()
         bytes_ = self.greatest([*map(float, (kept, max(0, peak - kept), max(0, peak_back), host, waits))])
         kept, forward_, back, host, waits = map(int, bytes_)
         # while a block runs, the tensors that the block before it offloads leave in forward and come back in backward
@@ -301,7 +293,9 @@ class BlockProfiler:
         """
         if self.given is not None:
             self.weigh(chain[0], self.given)  # the first run makes what stays, such as tables
-            return [self.weigh(chain[0], self.given)], 0.0
+            only = self.weigh(chain[0], self.given)
+            chain[0].clear()
+            return [only], 0.0
         first = chain[0].block
         spans = regions_of(first)
         ways = single_policies(spans, self.with_swap)
@@ -329,6 +323,7 @@ class BlockProfiler:
             key = tuple(one.ways.items())
             measured[key] = known.get(key) or replace(self.weigh(chain[0], one.ways), seconds=one.seconds)
         self.tell(chain, {})
+        chain[0].clear()
         rest = [one for key, one in measured.items() if key]
         return [plain, *rest], seconds[0]
 
@@ -337,11 +332,11 @@ class BlockProfiler:
         model: nn.Module,
         batch: Callable[[], BatchT],
         loss: Callable[[BatchT], Tensor],
-        outputs: Sequence[Outputs] = (),
+        calls: Sequence[BlockCall],
     ) -> tuple[int, int]:
         """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch.
 
-        outputs: those of each block, as in `BlockCall`; none: one tensor each.
+        Arguments of the blocks' calls that need no gradient there, such as tables and those of frozen layers, need none afterwards.
         """
         tensors: dict[str, Any] = {}
 
@@ -349,7 +344,9 @@ class BlockProfiler:
             tensors["batch"] = batch()
             tensors["loss"] = loss(tensors["batch"])
 
-        with without_blocks(model, outputs):
+        with without_blocks(model, [call.outputs for call in calls]):
+            for call, (_, stand_in) in zip(calls, blocks_of(model), strict=True):
+                stand_in.register_forward_pre_hook(partial(_mark, call), with_kwargs=True)
             for _ in range(2):  # the first run makes permanent allocations of libraries
                 kept, peak = self.gauge.section(forward)
                 _, backward = self.gauge.section(lambda: tensors.pop("loss").backward())
@@ -357,6 +354,14 @@ class BlockProfiler:
         model.zero_grad(set_to_none=True)
         largest = self.greatest([float(kept), float(max(0, peak - kept)), float(max(0, backward))])
         return int(largest[0]), int(max(largest[1:]))
+
+
+def _mark(call: BlockCall, _: nn.Module, args: Any, kwargs: Any) -> None:
+    """Let arguments of a call need gradients where those of another call of the block do; what the block returns too needs them."""
+    pairs = zip((*call.args, *call.kwargs.values()), (*args, *kwargs.values()), strict=True)
+    for own, given in [*pairs][1 if call.outputs is None else len(call.outputs) :]:
+        if isinstance(own, Tensor) and not given.requires_grad:
+            own.requires_grad_(False)
 
 
 def identity(block: nn.Module, outputs: Outputs = None) -> nn.Module:
@@ -404,9 +409,8 @@ def step_figures(
         given: `memory`, `average`, `optimizer`, for `static_bytes`; `gradients_stay`, `keep_last`.
     """
     blocks = [block for _, block in blocks_of(model)]
-    inside = {parameter for block in blocks for parameter in _trained(block)}
-    calls = capture(lambda: loss(batch()), blocks, frozen_ends=inside.issuperset(_trained(model)))
-    ends, tail = bench.ends(model, batch, loss, [call.outputs for call in calls])
+    calls = capture(lambda: loss(batch()), blocks)
+    ends, tail = bench.ends(model, batch, loss, calls)
     options_of_kinds = [bench.options([calls[place] for place in places]) for places in chosen]
     carried = max(
         sum(

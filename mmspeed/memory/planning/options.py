@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, product
-from operator import add, mul
+from itertools import accumulate, compress, product
+from operator import mul
 from typing import cast
 
 from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
@@ -240,9 +240,8 @@ class StepFigures:
 
     def resident_gradients(self) -> list[int]:
         """Bytes of gradients that exist in the backward of each block, beside its own."""
-        if self.gradients_stay:
-            fresh = self.fresh or (0,) * len(self.gradients)
-            return [self.static.gradients - own + new for own, new in zip(self.gradients, fresh, strict=True)]
+        if self.gradients_stay:  # those of a pipeline's blocks were measured with gradients of an earlier micro-batch
+            return [self.static.gradients - own * (not self.flights) for own in self.gradients]
         after, sizes = 0, []
         for own in reversed(self.gradients):
             sizes.append(after)
@@ -313,33 +312,19 @@ class StepFigures:
     def peak(self, chosen: Sequence[int]) -> int:
         """Bytes at the peak of a step with these options."""
         blocks, gradients = self.blocks(), self.resident_gradients()
-        kept = [options[option].kept for options, option in zip(blocks, chosen, strict=True)]
+        options = [own[option] for own, option in zip(blocks, chosen, strict=True)]
+        times = [self._bytes_in(flight, options) for flight in self.flights]
+        return max(self.fixed_peak, self.base + max(times or [peak_of(blocks, chosen, gradients=gradients)]))
 
-        def bytes_at(flight: Flight) -> int:
-            if self.weights_wait:
-                return flight.beside + self._bytes_with_waiting(
-                    flight, [b[o] for b, o in zip(blocks, chosen, strict=True)]
-                )
-            at = slice(flight.at.start, flight.at.stop)
-            others: int = sum(map(mul, flight.blocks, kept)) - sum(kept[at])  # beside the micro-batch that computes
-            left, peaks = gradients[at], list[int]()
-            if flight.sums and self.sums:  # those of the block behind are still being sent
-                left = list(map(add, left, (*self.gradients[at][1:], 0)))
-                before = accumulate(kept[at], initial=0)
-                peaks = [each + own + self.static.gradients for each, own in zip(before, self.sums[at], strict=False)]
-            return flight.beside + others + max([peak_of(blocks[at], chosen[at], gradients=left), *peaks])
-
-        return max(self.fixed_peak, self.base + max(map(bytes_at, self.flights or (self.heaviest,))))
-
-    def _bytes_with_waiting(self, flight: Flight, options: Sequence[Option]) -> int:
-        """Bytes of blocks at the peak of a time, with the gradients that there are, where those of weights wait."""
+    def _bytes_in(self, flight: Flight, options: Sequence[Option]) -> int:
+        """Bytes at the peak of a time of a pipeline's rank: what blocks hold and take, with the gradients that there are, and beside them."""
         at, ahead = (options[each.start : each.stop] for each in (flight.at, flight.ahead))
-        held: int = sum(count * one.kept for count, one in zip(flight.blocks, options, strict=True))
-        held += sum(count * one.waits for count, one in zip(flight.waiting, options, strict=False))
+        here = slice(flight.at.start, flight.at.stop)
+        held: int = flight.beside + sum(count * one.kept for count, one in zip(flight.blocks, options, strict=True))
+        held += sum(count * one.waits for count, one in zip(flight.waiting, options, strict=True))
         outside = self.static.gradients - sum(self.gradients)
-        there = sum(own for own, made in zip(self.gradients, flight.made, strict=True) if made)
-        held += there + any(flight.made) * outside - sum(one.kept for one in ahead)
-        fresh = max(self.fresh[flight.at.start : flight.at.stop], default=0)
+        held += sum(compress(self.gradients, flight.made)) + any(flight.made) * outside - sum(one.kept for one in ahead)
+        fresh = max(self.fresh[here])
         if flight.kind == "weight":
             return held + fresh
         held -= sum(one.kept for one in at)
@@ -349,9 +334,14 @@ class StepFigures:
         behind = list(accumulate((one.waits for one in reversed(at)), initial=0))
         left = [one.waits for one in (*at[1:], at[-1])] if self.fills else behind[-2::-1]
         back = [(kept + waits, one.backward) for kept, one, waits in zip(until, at, left, strict=True)][::-1]
-        back += [(behind[-1], fresh)] if flight.kind == "backward" and not self.fills else []
-        if flight.sums and self.sums:
-            back.append((0, max(self.sums[flight.at.start : flight.at.stop])))
+        if flight.kind == "backward" and self.weights_wait and not self.fills:
+            back.append((behind[-1], fresh))
+        if flight.sums and self.sums and self.weights_wait:
+            back.append((0, max(self.sums[here])))
+        elif flight.sums and self.sums:  # while a block computes, gradients of the one behind are still being sent
+            sent = (*self.gradients[here][1:], 0)[::-1]
+            back = [(kept, takes + each) for (kept, takes), each in zip(back, sent, strict=True)]
+            back += zip((0, *until), self.sums[here], strict=False)
         along = list(zip(accumulate(one.kept for one in ahead), (one.forward for one in ahead), strict=True))
         gone = [(sum(one.kept for one in ahead), 0)] * len(back)
         # one of a pair computes at a time: the other one, which waits in an exchange, has what it keeps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import DeviceProfiler, FakeTensorProfiler
 from mmspeed.memory.planning.options import combinations, front, single_policies, static_bytes
+from mmspeed.memory.planning.peak import peak_bytes
 from mmspeed.memory.recompute.regions import regions_of
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
@@ -170,6 +172,18 @@ def test_static_bytes_are_those_between_steps(tmp_path: Path, overrides: tuple[s
     numbers = sum(parameter.numel() for parameter in steps.model.parameters())
     formula = static_bytes(numbers, config.memory, average=config.train.ema_decay is not None)
     assert steps.state_bytes == pytest.approx(formula.between, rel=0.01)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_takes_what_is_planned(tmp_path: Path) -> None:
+    """Arguments of blocks that need no gradient, such as tables of positions, keep nothing for one."""
+    config = config_of(tmp_path, "train.batch_size=1", depth=3, size=64)
+    plan = plan_memory(config, task=task_of(config), world=1, options=False)
+    trial = SyntheticStep(config, task_of(config), CPU)
+    step = (plan.step.shape, plan.step.items)
+    trial.run(*step)
+    peak = peak_bytes(CPU, trial.state_bytes, partial(trial.run, *step))
+    assert plan.figures.plain_peak() == pytest.approx(peak, rel=0.005)
 
 
 def test_options_that_nothing_speaks_for_are_left_out() -> None:
