@@ -34,16 +34,16 @@ class WeightGradients:
         """`F.linear`."""
         if not self._can_wait(x, weight_OI):
             return F.linear(x, weight_OI, bias_O)
-        x, weight_OI, *bias = autocast_alike(x, weight_OI, *([] if bias_O is None else [bias_O]))
-        out: Tensor = _Linear.apply(x, bias[0] if bias else None, (weight_OI,), self)  # type: ignore[no-untyped-call]
+        x, cast_OI, *bias = autocast_alike(x, weight_OI, *([] if bias_O is None else [bias_O]))
+        out: Tensor = _Linear.apply(x, bias[0] if bias else None, (weight_OI, cast_OI), self)  # type: ignore[no-untyped-call]
         return out
 
     def grouped(self, x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
         """`grouped_product`."""
         if not self._can_wait(x_RI, weight_GOI):
             return grouped_product(x_RI, weight_GOI, ends_G)
-        x_RI, weight_GOI = autocast_alike(x_RI, weight_GOI)
-        out: Tensor = _Grouped.apply(x_RI, ends_G, (weight_GOI,), self)  # type: ignore[no-untyped-call]
+        x_RI, cast_GOI = autocast_alike(x_RI, weight_GOI)
+        out: Tensor = _Grouped.apply(x_RI, ends_G, (weight_GOI, cast_GOI), self)  # type: ignore[no-untyped-call]
         return out
 
     def _can_wait(self, x: Tensor, weight: Tensor) -> bool:
@@ -78,34 +78,36 @@ def _add(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias_O: Tensor | None, weight: tuple[Tensor], gradients: WeightGradients
+        ctx: Any, x: Tensor, bias_O: Tensor | None, weights: tuple[Tensor, Tensor], gradients: WeightGradients
     ) -> Tensor:
-        ctx.save_for_backward(x)
-        (ctx.weight,), ctx.gradients = weight, gradients
-        return F.linear(x, *weight, bias_O)
+        (ctx.weight, cast_OI), ctx.gradients = weights, gradients
+        ctx.save_for_backward(x, cast_OI)  # a policy may compute the cast again
+        return F.linear(x, cast_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight_OI = ctx.saved_tensors, ctx.weight
+        x, cast_OI = ctx.saved_tensors
         x_RI, grad_RO = x.flatten(0, -2), grads[0].flatten(0, -2)
-        ctx.gradients.leave(weight_OI, lambda: grad_RO.mT @ x_RI)
+        ctx.gradients.leave(ctx.weight, lambda: grad_RO.mT @ x_RI)
         of_bias = grad_RO.sum(0) if ctx.needs_input_grad[1] else None
-        return (grad_RO @ weight_OI).view_as(x), of_bias, None, None
+        return (grad_RO @ cast_OI).view_as(x), of_bias, None, None
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, ends_G: Tensor, weight: tuple[Tensor], gradients: WeightGradients) -> Tensor:
-        ctx.save_for_backward(x_RI, ends_G)
-        (ctx.weight,), ctx.gradients = weight, gradients
-        out_RO: Tensor = grouped_product(x_RI, *weight, ends_G)
+    def forward(
+        ctx: Any, x_RI: Tensor, ends_G: Tensor, weights: tuple[Tensor, Tensor], gradients: WeightGradients
+    ) -> Tensor:
+        (ctx.weight, cast_GOI), ctx.gradients = weights, gradients
+        ctx.save_for_backward(x_RI, ends_G, cast_GOI)
+        out_RO: Tensor = grouped_product(x_RI, cast_GOI, ends_G)
         return out_RO
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x_RI, ends_G), weight_GOI, grad_RO = ctx.saved_tensors, ctx.weight, grads[0].contiguous()
-        ctx.gradients.leave(weight_GOI, lambda: grouped_outer(grad_RO, x_RI, ends_G))
-        return grouped_product(grad_RO, weight_GOI.mT, ends_G), None, None, None
+        (x_RI, ends_G, cast_GOI), grad_RO = ctx.saved_tensors, grads[0].contiguous()
+        ctx.gradients.leave(ctx.weight, lambda: grouped_outer(grad_RO, x_RI, ends_G))
+        return grouped_product(grad_RO, cast_GOI.mT, ends_G), None, None, None
 
 
 class Leaves(nn.Module):

@@ -273,7 +273,14 @@ def _ends_of(
     with _without_values(bare, config) as dtype:
         stages.type_outlines(dtype)
         ends = rank_ends(bare, stages, batch, loss, FakeTensorProfiler(1.0, 1.0))
-    return replace(ends, fresh=tuple(4 * max(numbers, default=0) for numbers in trained)), stages.bounds
+    width = 2 if _gathers_half(config) else 4
+    return replace(ends, fresh=tuple(width * max(numbers, default=0) for numbers in trained)), stages.bounds
+
+
+def _gathers_half(config: RunConfig) -> bool:
+    """True where stages gather float32 weights in bfloat16, and keep the sum of earlier micro-batches' gradients apart, in float32."""
+    parallel = config.parallel
+    return Pipeline.of(parallel).ranks > 1 and is_cast(config) and parallel.strategy in ("auto", "fsdp")
 
 
 def shape_figures(
@@ -307,7 +314,7 @@ def shape_figures(
             swap_seconds=speeds.swap_seconds,
             given=given,
             greatest=list,  # shapes are the same on all processes
-            stay=pipeline.ranks > 1,
+            stay=pipeline.ranks > 1 and not _gathers_half(config),
             waiting=waiting,
             filled=outline.sent if pipeline.carries else None,
         )
@@ -374,7 +381,7 @@ def sum_of(weights: Iterable[tuple[int, int]]) -> tuple[int, int]:
 @contextmanager
 def _without_values(bare: nn.Module, config: RunConfig) -> Iterator[torch.dtype]:
     """Have shapes alone inside, and a model computed in the config's number types; yields that of its products."""
-    if config.memory.master != "parameters":
+    if config.memory.master != "parameters" or _gathers_half(config):
         make_half(bare)
     with FakeTensorMode(), _shapes_alone():
         without_values(bare)

@@ -285,8 +285,7 @@ def test_what_a_backward_pass_knows() -> None:
 
 def test_add_gradient() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    weight = leaf.bfloat16()
-    for _ in range(2):
+    for weight in (leaf, leaf.bfloat16()):
         with torch.no_grad():
             internals.add_gradient(weight, torch.full((2,), 3, dtype=torch.bfloat16))
     assert leaf.grad is not None and leaf.grad.dtype == torch.float32 and leaf.grad.tolist() == [6, 6]

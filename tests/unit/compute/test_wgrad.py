@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mmspeed.compute.operators.grouped import grouped_outer, grouped_product
 from mmspeed.compute.wgrad import WeightGradients
+from mmspeed.device import Device
+from mmspeed.memory.planning.measure import DeviceProfiler
 
 
 def draws(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,6 +66,21 @@ def test_gradients_that_waited_are_those_of_autograd(case: str, way: str) -> Non
         if isinstance(mine, Tensor) and mine.requires_grad:
             assert torch.equal(mine.grad, 2 * theirs.grad)  # type: ignore[arg-type, operator]
     assert len(fetched) == (4 if way == "recomputed" else 2)  # no forward once more
+
+
+def test_a_recomputed_product_keeps_no_cast_of_its_weight() -> None:
+    gradients, x, weight, outs = WeightGradients(), draws(1, 64, seed=0), draws(64, 64, seed=1), list[Tensor]()
+    for product in (F.linear, gradients.linear):
+
+        def forward(product: Product = product) -> None:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                outs.append(checkpoint(lambda: product(x * 2, weight, None).sum(), use_reentrant=False))
+
+        kept, _ = DeviceProfiler(Device("cpu", 0)).section(forward)
+        assert kept < 2 * weight.numel()
+        outs.pop().backward()
+    gradients.take()()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
 
 
 def test_nothing_waits_without_a_gradient_of_the_input() -> None:
