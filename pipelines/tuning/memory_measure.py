@@ -256,8 +256,6 @@ class BlockProfiler:
         host = self.offloader.pool.used - before
         _, peak_back = self.gauge.section(backward)
         waits = 0 if self.waiting is None else -self.gauge.section(self.waiting.take)[0]
-        if not self.stay:
-            call.clear()
         bytes_ = self.greatest([*map(float, (kept, max(0, peak - kept), max(0, peak_back), host, waits))])
         kept, forward_, back, host, waits = map(int, bytes_)
         # while a block runs, the tensors that the block before it offloads leave in forward and come back in backward

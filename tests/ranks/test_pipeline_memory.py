@@ -76,13 +76,11 @@ def test_a_plan_tells_the_memory_of_each_rank(tmp_path: Path, world: int, waits:
     for rank, rows in enumerate(run_ranks(planned_and_measured, world, str(tmp_path), world, waits, timeout=550)):
         for names, between, held, planned, measured, weights in rows:
             assert between == pytest.approx(held, rel=0.01), (rank, names)
-            beside, within = weights, 0.05
-            if (
-                world == 4 and not waits
-            ):  # gradients that shards send in the last backward pass are planned too high, beside recomputation most
-                beside, within = 0, 0.09 if "recomputed" in names else 0.06
-            activations = pytest.approx(measured[0] - beside, rel=within)
-            assert planned - beside == activations, (rank, names, planned, measured)
+            over = 0.09 if "recomputed" in names else 0.05  # those of the last stage are planned 8 % too high
+            assert 0.95 * measured[0] <= planned <= (1 + over) * measured[0], (rank, names, planned, measured)
+            if world == 2 or waits:  # else gradients that shards send in the last backward pass are planned too high
+                activations = pytest.approx(measured[0] - weights, rel=0.05)
+                assert planned - weights == activations, (rank, names, planned, measured)
             late = 0.01 if world == 2 else 0.05  # gloo may free buffers of shards a little later
             assert max(measured[1:]) == pytest.approx(measured[0], rel=late), (rank, names)
 
